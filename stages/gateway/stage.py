@@ -5,7 +5,6 @@ client ◄──SSE─── response_writer ◄──wake── ResultHandler �
 """
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -16,13 +15,10 @@ import uvloop
 from aiohttp.typedefs import Handler
 
 from pipeline.client.connection.zmq_address import address_of
-from pipeline.http_server.access.guard import OPEN_PATHS
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
-from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.sockets import descriptors
-from pipeline.http_server.sockets.connections import HttpConnections, limit_of
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -30,7 +26,6 @@ from pipeline.runtime.log.log_file import dropped_log
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.process import heap
 from pipeline.runtime.security.api_keys import Keys
-from pipeline.runtime.security.tls import server_context
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.async_inbox import AsyncInbox
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
@@ -48,13 +43,11 @@ from pipeline.stages.gateway.http.route import Route
 from pipeline.stages.gateway.open_requests.recovery import Recovery
 from pipeline.stages.gateway.open_requests.results import ResultHandler
 from pipeline.stages.gateway.open_requests.table import RequestTable
-from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.build import check_model
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.shared_listener import SharedListener
-from pipeline.stages.gateway.zmq.listener import max_connections as max_zmq_connections
 from pipeline.stages.gateway.zmq.server import ZmqServer
 from pipeline.stages.gateway.zmq.serving.model import OnlyModel
 
@@ -170,7 +163,11 @@ class GatewayStage:
             context = self._stage.replay_context
             ReplayedClients(context, self.requests, self.aborter, self.resetter, self._preemption, self.limits)
         elif self._shared is None:
-            for listener in self._listeners():
+            launch, unread = self._stage.launch, self.requests.unread
+            self._http_port, self._http = self.api.listeners(
+                launch, self._stage.settings, self._keys, unread, self._refusal_log, self._access_log
+            )
+            for listener in self._http:
                 await listener.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         try:
@@ -196,38 +193,6 @@ class GatewayStage:
             self.requests.accounts.close()
             if self._access_log is not None:
                 self._access_log.writer.close()
-
-    def _listeners(self) -> list[HttpListener]:
-        """The HTTP listeners: the one for clients, and the admin listener if there is one."""
-        launch, settings = self._stage.launch, self._stage.settings
-        gateway = settings.gateway
-        has_admin = launch.admin_fd >= 0
-        tls = server_context(gateway)
-        page_paths = files.paths() if gateway.page else ()
-        rules = ListenerRules.main(
-            gateway,
-            self._refusal_log,
-            keys=self._keys,
-            open_paths=frozenset((*(() if has_admin else OPEN_PATHS), *page_paths)),
-            cors=self.api.cors,
-            access_log=self._access_log,
-            scheme="http" if tls is None else "https",
-        )
-        sock = socket.socket(fileno=launch.listen_fd)
-        self._http_port = sock.getsockname()[1]
-        app = self.api.app(has_admin_routes=not has_admin)
-        shared: dict[str, Any] = {
-            "max_header_bytes": settings.limits.max_header_bytes,
-            "connections": HttpConnections(limit_of(self.limits.max_sequences, max_zmq_connections())),
-            "unread": self.requests.unread,
-        }
-        self._http.append(HttpListener(app, sock, rules, tls=tls, **shared))
-        if has_admin:
-            sock = socket.socket(fileno=launch.admin_fd)
-            rules = ListenerRules.admin(gateway, self._refusal_log, self._access_log)
-            admin = self.api.admin_app()
-            self._http.append(HttpListener(admin, sock, rules, **shared))
-        return self._http
 
     def _reread_keys(self) -> None:
         """The server's API keys have changed. Requests that are open go on, connections over ZeroMQ with a key that is

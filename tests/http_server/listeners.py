@@ -24,7 +24,7 @@ from pipeline.deploy.ray import replicas as ray_replicas
 from pipeline.deploy.ray import serve as ray_serve
 from pipeline.http_server.rules import ListenerRules
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages.models import Models, StopHost
+from pipeline.runtime.messages.models import Models, StopProcess
 from pipeline.runtime.security.api_keys import SERVER_VARIABLE, Keys
 from pipeline.stages.gateway.models.stage import ModelGateways
 from pipeline.supervisor.shared.shared_keys import SharedKeys
@@ -132,7 +132,7 @@ async def several(keys: bool, has_admin: bool, gateway: dict[str, Any]) -> Async
     try:
         yield addresses
     finally:
-        supervisor.send(msgspec.msgpack.encode(StopHost()))
+        supervisor.send(msgspec.msgpack.encode(StopProcess()))
         await asyncio.wait_for(serving, PATIENCE_S)
         supervisor.close()
         shared.close()

@@ -115,8 +115,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _serve_models(args: argparse.Namespace, server: ServerSettings) -> int:
     """Serve several models."""
-    from pipeline.supervisor.models.serve import serve_models
     from pipeline.supervisor.run_mode import RunMode
+    from pipeline.supervisor.serve import serve_models
 
     for option in ("record", "foreground", "inline"):
         if getattr(args, option):

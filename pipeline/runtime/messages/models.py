@@ -1,7 +1,7 @@
 """What the supervisor and the gateway of several models send each other, over a socket of packets that carries
 descriptors too: a stage of the gateway begins with those of its `Launch`.
 
-    supervisor ──HostStage, DropStage, Models──► gateway
+    supervisor ──StartStage, DropStage, Models──► gateway
     supervisor ◄──LoadModel, UnloadModel, KeepModel, ModelActivity── gateway
 """
 
@@ -47,7 +47,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """When it is unloaded if no request comes, in Unix time; 0 if it stays, or is busy."""
 
 
-class HostStage(msgspec.Struct, frozen=True, tag="host_stage"):
+class StartStage(msgspec.Struct, frozen=True, tag="start_stage"):
     """Begin a gateway stage. The packet has the descriptors that the launch names, in the order of `fds`, and one more
     whose end says that the stage has ended."""
 
@@ -73,7 +73,7 @@ class Models(msgspec.Struct, frozen=True, tag="models"):
     """The server shuts down."""
 
 
-class StopHost(msgspec.Struct, frozen=True, tag="stop_host"):
+class StopProcess(msgspec.Struct, frozen=True, tag="stop_process"):
     """All stages have ended: end the process."""
 
 
@@ -106,5 +106,5 @@ class ModelActivity(msgspec.Struct, frozen=True, tag="activity"):
     is_busy: bool
 
 
-ToHost = HostStage | DropStage | Models | StopHost
-FromHost = LoadModel | UnloadModel | KeepModel | ModelActivity
+ToSharedGateway = StartStage | DropStage | Models | StopProcess
+FromSharedGateway = LoadModel | UnloadModel | KeepModel | ModelActivity

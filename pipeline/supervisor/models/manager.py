@@ -21,7 +21,7 @@ from pipeline.config.models import ServerSettings
 from pipeline.config.values.sizes import size_words
 from pipeline.runtime.messages.models import (
     RETRY_S,
-    FromHost,
+    FromSharedGateway,
     KeepModel,
     LoadModel,
     ModelActivity,
@@ -31,9 +31,9 @@ from pipeline.runtime.messages.models import (
     UnloadModel,
 )
 from pipeline.shm.available import available_bytes
-from pipeline.supervisor.models.gateway_host import GatewayHost
 from pipeline.supervisor.models.last_errors import LastErrors
-from pipeline.supervisor.models.model_thread import ModelThread, Served
+from pipeline.supervisor.models.model_thread import Event, ManagedModel, ModelThread
+from pipeline.supervisor.models.shared_gateway import SharedGateway
 from pipeline.supervisor.models.waiting import WaitingModels
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.restart.recovery import RestartBudget
@@ -70,7 +70,7 @@ class ModelManager:
         self._errors = LastErrors(log)
         self.memory_bytes = server.shared.memory_bytes or available_bytes()
         self._models = {
-            name: Served(name, one, num_bytes=0, keep_s=one.idle_unload_s) for name, one in server.models.items()
+            name: ManagedModel(name, one, num_bytes=0, keep_s=one.idle_unload_s) for name, one in server.models.items()
         }
         self._waiting = WaitingModels(
             self._models,
@@ -85,10 +85,10 @@ class ModelManager:
         """Those that are not begun yet, one after the other: the order decides which fit."""
         self._starting = ""
         """The one of them that is being prepared."""
-        self._events: queue.SimpleQueue[tuple[str, str, int]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, Event, int]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals = TerminationSignals()
-        self._host = GatewayHost(server.shared, listeners, admins, keys, log, fork_server)
+        self._gateway = SharedGateway(server.shared, listeners, admins, keys, log, fork_server)
         self._budget = RestartBudget(server.shared.supervisor.max_restarts)
         self._is_ending = False
         self._admitting = threading.Lock()
@@ -102,7 +102,7 @@ class ModelManager:
         """Serve until a signal comes. Returns the exit code."""
         names = ", ".join(self._models)
         self._info("starting", models=names, memory_bytes=size_words(self.memory_bytes))
-        self._host.ensure_alive()
+        self._gateway.ensure_alive()
         self._tell()
         while not self._signals.take():
             self._turn()
@@ -123,7 +123,7 @@ class ModelManager:
                     api_keys=keys,
                     took_s=took_s,
                 )
-            if not self._host.is_alive and (code := self._restart_host()):
+            if not self._gateway.is_alive and (code := self._restart_gateway()):
                 return self._end(code)
         return self._end(EXIT_OK)
 
@@ -133,9 +133,9 @@ class ModelManager:
         self._tell()
         soonest_s = min([*self._due(), self._waiting.due_s])
         timeout_s = max(0.0, min(POLL_S, soonest_s - time.monotonic()))
-        fds = [self._wake_fd, self._signals.fileno(), *self._host.filenos()]
+        fds = [self._wake_fd, self._signals.fileno(), *self._gateway.filenos()]
         select.select(fds, [], [], timeout_s)
-        for message in self._host.receive():
+        for message in self._gateway.receive():
             self._handle(message)
         self._take_events()
 
@@ -155,21 +155,21 @@ class ModelManager:
             self._take_events()
             self._tell()
             select.select([self._wake_fd, self._signals.fileno()], [], [], POLL_S)
-        if not self._host.stop(self._settings.supervisor.stop_timeout_s):
+        if not self._gateway.stop(self._settings.supervisor.stop_timeout_s):
             self._log.error("the gateway did not stop in time; killing it")
             code = max(code, EXIT_STAGE_DIED)
         self._info("stopped", code=code)
         return code
 
-    def _restart_host(self) -> int:
+    def _restart_gateway(self) -> int:
         """The gateway's process has died. Returns an exit code if it does too often."""
-        reason = self._host.why_ended()
+        reason = self._gateway.why_ended()
         delay_s = self._budget.died("gateway.0", time.monotonic(), was_ready=True, suspects=[])
         if isinstance(delay_s, str):
             self._log.error(f"gateway.0 died: {reason}; not restarted: {delay_s}")
             return EXIT_STAGE_DIED
         self._log.error(f"gateway.0 died: {reason}")
-        self._host.ensure_alive()
+        self._gateway.ensure_alive()
         for one in self._models.values():  # its streams have ended with it
             one.is_busy, one.idle_since_s = False, time.monotonic()
         return 0
@@ -181,14 +181,14 @@ class ModelManager:
                 one.thread.stop()
                 one.thread.stop()
                 one.thread.join()
-        self._host.close()
+        self._gateway.close()
         self._signals.close()
         self._errors.close()
         os.close(self._wake_fd)
 
     # ------------------------------------------------------------------------------------------------------- clients
 
-    def _handle(self, message: FromHost) -> None:
+    def _handle(self, message: FromSharedGateway) -> None:
         model = self._models[message.name]
         match message:
             case LoadModel(_, is_asked_for):
@@ -206,12 +206,12 @@ class ModelManager:
                 if is_busy and model.is_asleep:
                     self._want(model)
 
-    def _want(self, model: Served) -> None:
+    def _want(self, model: ManagedModel) -> None:
         has_stages = model.state in ("loading", "loaded") and not model.is_asleep
         if not self._is_ending and not has_stages and model.name not in self._at_start:
             self._waiting.want(model)
 
-    def _unload(self, model: Served) -> None:
+    def _unload(self, model: ManagedModel) -> None:
         if model.thread is not None and model.state in ("loading", "loaded"):
             self._info("unloading", model=model.name)
             self._set(model, "unloading")
@@ -221,7 +221,7 @@ class ModelManager:
         """When models are unloaded without requests, by time.monotonic()."""
         return [one.idle_since_s + one.keep_s for one in self._idle()]
 
-    def _idle(self) -> list[Served]:
+    def _idle(self) -> list[ManagedModel]:
         """Those that may be unloaded because they have no requests."""
         return [
             one
@@ -242,11 +242,11 @@ class ModelManager:
             self._load(self._models[self._starting])
         self._waiting.turn()
 
-    def _does_not_fit(self, model: Served, problem: str) -> None:
+    def _does_not_fit(self, model: ManagedModel, problem: str) -> None:
         self._log.error("does not fit", extra={"fields": {"model": model.name, "why": problem}})
         self._set(model, "failed", f"it does not fit: {problem}")
 
-    def _load(self, model: Served) -> None:
+    def _load(self, model: ManagedModel) -> None:
         self._set(model, "loading")
         model.keep_s = model.settings.idle_unload_s
         self._errors.forget(model.name)
@@ -254,7 +254,7 @@ class ModelManager:
             model.name,
             model.settings,
             self._listeners,
-            self._host,
+            self._gateway,
             self._keys,
             self._admit,
             self._post,
@@ -275,9 +275,9 @@ class ModelManager:
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def _post(self, name: str, what: str, number: int) -> None:
+    def _post(self, name: str, event: Event, number: int) -> None:
         """Called in a model's thread."""
-        self._events.put((name, what, number))
+        self._events.put((name, event, number))
         os.eventfd_write(self._wake_fd, 1)
 
     def _take_events(self) -> None:
@@ -286,32 +286,32 @@ class ModelManager:
         except BlockingIOError:
             return
         while not self._events.empty():
-            name, what, number = self._events.get()
+            name, event, number = self._events.get()
             model = self._models[name]
-            match what:
+            match event:
                 case "serving":
                     model.idle_since_s = model.awake_since_s = time.monotonic()
                     if model.state == "loading":
                         self._set(model, "loaded")
                 case "admitted" | "no room":
-                    self._admitted(model, number, fits=what == "admitted")
+                    self._admitted(model, number, fits=event == "admitted")
                 case "ended":
                     self._ended(model, number)
-                case _:
-                    self._waiting.happened(model, what, number)
+                case "asleep" | "not asleep" | "awake" | "not awake":
+                    self._waiting.happened(model, event, number)
 
-    def _admitted(self, model: Served, num_bytes: int, *, fits: bool) -> None:
+    def _admitted(self, model: ManagedModel, num_bytes: int, *, fits: bool) -> None:
         self._begun(model)
         used = sum(self._waiting.needed(one) for one in self._models.values() if one.has_memory and one is not model)
         fields = {"model": model.name, "needs": size_words(num_bytes), "free": size_words(self.memory_bytes - used)}
         self._log.info("fits" if fits else "does not fit now", extra={"fields": fields})
 
-    def _begun(self, model: Served) -> None:
+    def _begun(self, model: ManagedModel) -> None:
         """Of those that are loaded at the start, the next one may begin."""
         if self._starting == model.name:
             self._starting = ""
 
-    def _ended(self, model: Served, code: int) -> None:
+    def _ended(self, model: ManagedModel, code: int) -> None:
         assert model.thread is not None
         model.thread.join()
         model.thread = None
@@ -330,7 +330,7 @@ class ModelManager:
 
     # -------------------------------------------------------------------------------------------------------- states
 
-    def _set(self, model: Served, state: ModelState, problem: str = "") -> None:
+    def _set(self, model: ManagedModel, state: ModelState, problem: str = "") -> None:
         model.state, model.problem, model.since_s = state, problem, time.time()
         if state == "failed":
             model.failed_s = time.monotonic()
@@ -345,33 +345,32 @@ class ModelManager:
 
     def _tell(self) -> None:
         """Tell the gateway the states, if they have changed."""
-        now_s, unix_s = time.monotonic(), time.time()
         idle = {one.name for one in self._idle()}
-        found = []
-        for one in self._models.values():
-            sleeps = one.state == "loaded" and one.thread is not None and one.thread.is_asleep
-            expires_s = round(unix_s - now_s + one.idle_since_s + one.keep_s) if one.name in idle else 0.0
-            found.append(
-                ModelStatus(
-                    name=one.name,
-                    aliases=one.settings.aliases,
-                    adapters=tuple(one.settings.lora.adapters),
-                    state="sleeping" if sleeps else one.state,
-                    problem=one.problem,
-                    since_s=one.since_s,
-                    num_bytes=one.num_bytes,
-                    is_pinned=one.settings.pinned,
-                    position=self._waiting.position(one.name),
-                    waits_for=self._waiting.waits_for(one.name),
-                    waits_since_s=self._waiting.since_s(one.name),
-                    num_turns=one.num_turns,
-                    expires_s=expires_s,
-                )
-            )
+        found = [self._status(one, is_idle=one.name in idle) for one in self._models.values()]
         reported = Models(found, self._is_ready, self._is_ending)
         if reported != self._reported:
             self._reported = reported
-            self._host.tell(reported)
+            self._gateway.tell(reported)
+
+    def _status(self, model: ManagedModel, *, is_idle: bool) -> ModelStatus:
+        """A model as the gateway shows it; `is_idle`: it may be unloaded."""
+        sleeps = model.state == "loaded" and model.thread is not None and model.thread.is_asleep
+        monotonic_to_unix_s = time.time() - time.monotonic()
+        return ModelStatus(
+            name=model.name,
+            aliases=model.settings.aliases,
+            adapters=tuple(model.settings.lora.adapters),
+            state="sleeping" if sleeps else model.state,
+            problem=model.problem,
+            since_s=model.since_s,
+            num_bytes=model.num_bytes,
+            is_pinned=model.settings.pinned,
+            position=self._waiting.position(model.name),
+            waits_for=self._waiting.waits_for(model.name),
+            waits_since_s=self._waiting.since_s(model.name),
+            num_turns=model.num_turns,
+            expires_s=round(monotonic_to_unix_s + model.idle_since_s + model.keep_s) if is_idle else 0.0,
+        )
 
     def _info(self, text: str, **fields: object) -> None:
         self._log.info(text, extra={"fields": fields})

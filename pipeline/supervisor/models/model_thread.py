@@ -22,7 +22,7 @@ from pipeline.runtime.messages.models import ModelState
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.weight_headers import weight_facts
 from pipeline.runtime.topology import SUPERVISOR
-from pipeline.supervisor.models.gateway_host import GatewayHost, HostedGateway
+from pipeline.supervisor.models.shared_gateway import ModelGateway, SharedGateway
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import THREAD
 from pipeline.supervisor.run_mode import ModelRun, RunMode
@@ -39,11 +39,13 @@ PROCESSES_BYTES = 320 * 1024**2
 """What the processes of a model take besides its weights, KV cache and swap space: about this much with a tiny
 model."""
 
-
 Turn = Literal["awake", "falling asleep", "asleep", "waking"]
+Event = Literal["admitted", "no room", "serving", "asleep", "not asleep", "awake", "not awake", "ended"]
+"""What happens in a model's thread. A number comes with it: the bytes that it needs ("admitted", "no room") or saved
+("asleep"), or the exit code ("ended")."""
 
 
-class Served(msgspec.Struct, eq=False):
+class ManagedModel(msgspec.Struct, eq=False):
     """What the manager knows of a model. Only its loop changes it."""
 
     name: str
@@ -98,28 +100,29 @@ class Served(msgspec.Struct, eq=False):
 
 
 class ModelThread:
-    """Loads a model, serves it and unloads it. `done` is called in the thread: with "admit" and the bytes that the
-    prepared model needs, with "serving", as `set_turn` says, and at last with "ended" and the exit code."""
+    """Loads a model, serves it and unloads it."""
 
     def __init__(
         self,
         name: str,
         settings: Settings,
         listeners: Sequence[socket.socket],
-        host: GatewayHost,
+        gateway: SharedGateway,
         keys: SharedKeys,
         admit: Callable[[str, int], bool],
-        done: Callable[[str, str, int], None],
+        report: Callable[[str, Event, int], None],
         run_mode: RunMode,
         log: logging.Logger,
         fork_server: ForkServer | None = None,
     ) -> None:
+        """Both are called in the thread, with the name: `admit` with the bytes that the prepared model needs, and
+        `report` with the other events."""
         self._fork_server = fork_server
         self._name, self._settings = name, settings
         self._listeners = listeners
-        self._host = host
+        self._gateway = gateway
         self._admit = admit
-        self._done = done
+        self._report = report
         self._signals = AskedToStop()
         self._log = log
         run = ModelRun(
@@ -128,7 +131,7 @@ class ModelThread:
             self._signals,
             lambda launch, waits: self._start_gateway(launch, waits=waits),
             self._fits,
-            lambda: done(name, "serving", 0),
+            lambda: report(name, "serving", 0),
             self._take_turn,
         )
         self._run_mode = msgspec.structs.replace(run_mode, model=run)
@@ -150,8 +153,8 @@ class ModelThread:
         return supervisor is not None and supervisor.is_asleep
 
     def set_turn(self, sleeps: bool) -> None:
-        """Sleep for another model, or wake up. `done` is called with "asleep" and what was saved, or "awake"; with
-        "not asleep" or "not awake" if it can't."""
+        """Sleep for another model, or wake up. Reports "asleep" or "awake", or "not asleep" or "not awake" if it
+        can't."""
         self._asked.put(sleeps)
         self._signals.wake()
 
@@ -160,10 +163,13 @@ class ModelThread:
         while not self._asked.empty():
             sleeps = self._asked.get()
 
-            def done(problem: str, what: str = "asleep" if sleeps else "awake") -> None:
+            event: Event = "asleep" if sleeps else "awake"
+            failure: Event = "not asleep" if sleeps else "not awake"
+
+            def done(problem: str, event: Event = event, failure: Event = failure) -> None:
                 if problem:
                     self._log.warning(f"does not take turns now: {problem}")
-                self._done(self._name, f"not {what}" if problem else what, sleeper.saved_bytes)
+                self._report(self._name, failure if problem else event, sleeper.saved_bytes)
 
             sleeper.set_turn(sleeps, done)
 
@@ -190,10 +196,10 @@ class ModelThread:
         finally:
             for one in listeners:
                 one.close()
-            self._done(self._name, "ended", code)
+            self._report(self._name, "ended", code)
 
     def _start_gateway(self, launch: m.Launch, *, waits: bool) -> "Child":
-        return HostedGateway(msgspec.structs.replace(launch, model=self._name), self._host, waits=waits)
+        return ModelGateway(msgspec.structs.replace(launch, model=self._name), self._gateway, waits=waits)
 
     def _fits(self, prepared: m.Prepared) -> bool:
         return self._admit(self._name, needed_bytes(self._settings, Path(prepared.model_dir)))

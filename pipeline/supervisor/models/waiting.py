@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from pipeline.supervisor.models.model_thread import Served, needed_bytes
+from pipeline.supervisor.models.model_thread import Event, ManagedModel, needed_bytes
 from pipeline.supervisor.models.placement import Decision, Occupant, decide
 
 
@@ -18,12 +18,12 @@ class WaitingModels:
 
     def __init__(
         self,
-        models: Mapping[str, Served],
+        models: Mapping[str, ManagedModel],
         memory_bytes: int,
         quantum_s: float,
-        load: Callable[[Served], None],
-        unload: Callable[[Served], None],
-        fail: Callable[[Served, str], None],
+        load: Callable[[ManagedModel], None],
+        unload: Callable[[ManagedModel], None],
+        fail: Callable[[ManagedModel, str], None],
         log: logging.Logger,
     ) -> None:
         """`fail` is called with a model that can't fit, and why."""
@@ -36,7 +36,7 @@ class WaitingModels:
         self.due_s = math.inf
         """When the next turn begins, by time.monotonic()."""
 
-    def want(self, model: Served) -> None:
+    def want(self, model: ManagedModel) -> None:
         self._wanted.setdefault(model.name, time.time())
 
     def drop(self, name: str) -> None:
@@ -56,7 +56,7 @@ class WaitingModels:
     def waits_for(self, name: str) -> tuple[str, ...]:
         return self._decisions.get(name, Decision()).waits_for if name in self._wanted else ()
 
-    def needed(self, model: Served) -> int:
+    def needed(self, model: ManagedModel) -> int:
         """What it needs while it is awake."""
         return model.num_bytes or needed_bytes(model.settings, None)
 
@@ -89,7 +89,7 @@ class WaitingModels:
             else:
                 self._load(model)
 
-    def decide(self, model: Served, num_bytes: int) -> Decision:
+    def decide(self, model: ManagedModel, num_bytes: int) -> Decision:
         """What is done about a model that needs so many bytes while it is awake. Other threads may ask."""
         occupants = [
             Occupant(
@@ -115,20 +115,20 @@ class WaitingModels:
 
     # --------------------------------------------------------------------------------------------------------- turns
 
-    def _put_to_sleep(self, model: Served) -> None:
+    def _put_to_sleep(self, model: ManagedModel) -> None:
         assert model.thread is not None
         model.turn = "falling asleep"
         model.thread.set_turn(sleeps=True)
 
-    def _wake(self, model: Served) -> None:
+    def _wake(self, model: ManagedModel) -> None:
         assert model.thread is not None
         model.turn = "waking"
         model.thread.set_turn(sleeps=False)
 
-    def happened(self, model: Served, what: str, num_bytes: int) -> None:
+    def happened(self, model: ManagedModel, event: Event, num_bytes: int) -> None:
         """A model has fallen asleep or woken, or could not."""
-        if what in ("asleep", "not awake"):
-            if what == "asleep":
+        if event in ("asleep", "not awake"):
+            if event == "asleep":
                 model.saved_bytes = num_bytes
                 model.num_turns += 1
             model.turn = "asleep"

@@ -18,7 +18,7 @@ def signal_name(number: int) -> str:
 
 class Child(ABC):
     """What the supervisor knows of a stage that it has started: a process (`ChildProcess`), a thread (`InlineChild`),
-    a process on another host (`RemoteChild`), or a part of a process that several models share (`HostedGateway`).
+    a process on another host (`RemoteChild`), or a part of a process that several models share (`ModelGateway`).
 
     `state` is starting, recovering, joining, ready, leaving, sleeping, waking, stopping or dead; only the supervisor
     changes it. A child that replaces a dead one is recovering until it is ready. One that is added while the server

@@ -93,7 +93,7 @@ class ServerApi:
         self._writing_metrics = WorkPool("writing metrics")
         self._written: tuple[ServerStats, asyncio.Task[bytes]] | None = None
         """Of those who wait for the same stats, the first has them written."""
-        self.has_admin_routes = True
+        self._has_admin_routes = settings.admin_port < 0
         """They are served to clients, not by the admin listener."""
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:
@@ -257,7 +257,7 @@ class ServerApi:
 
     @functools.cached_property
     def _description(self) -> Description:
-        return Description(self._limits.model, self._limits.caps, self._has_keys, self.has_admin_routes)
+        return Description(self._limits.model, self._limits.caps, self._has_keys, self._has_admin_routes)
 
     async def version(self, http_request: web.Request) -> web.StreamResponse:
         return _json(Version(VERSION))

@@ -1,16 +1,12 @@
 """The application: the routes in routes.py and what handles them. docs/http/ describes each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.http_server import expect
-from pipeline.http_server.access.cors import Cors
-from pipeline.http_server.access.key_accounts import add_limit_headers
-from pipeline.http_server.server_header import add_headers
 from pipeline.stages.gateway.access_details import set_opened
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry
@@ -24,19 +20,18 @@ from pipeline.stages.gateway.apis.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.apis.openai import reply as responses
 from pipeline.stages.gateway.apis.openai.rendering import render_chat, render_completion
 from pipeline.stages.gateway.apis.responses.handlers import ResponsesApi
-from pipeline.stages.gateway.http import middleware, response_writer
+from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.http.applications import Applications, Prepare
 from pipeline.stages.gateway.http.request_reader import RequestReader
 from pipeline.stages.gateway.http.route import Route
-from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
-from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.received import Parser, Received
 
 
-class Api:
+class Api(Applications):
     """What handles the routes of one gateway."""
 
     def __init__(
@@ -55,14 +50,11 @@ class Api:
         adapters: AdapterRegistry | None = None,
     ) -> None:
         """`has_keys`: clients need an API key. `model` and `adapters` are None only if no request is served."""
+        super().__init__(settings, has_keys=has_keys)
         self._readiness = readiness
         self._requests = requests
-        self._max_body = settings.max_body_bytes
         self._slow_client_timeout_s = settings.slow_client_timeout_s
         self._sse_keep_alive_s = settings.sse_keep_alive_s
-        self._has_page = settings.page
-        self._has_keys = has_keys
-        self.cors = Cors(settings)
         self._reader = reader = RequestReader(readiness, requests, limits, settings)
         self.server = ServerApi(
             reader,
@@ -84,37 +76,6 @@ class Api:
             reader.read, self._respond, reader.bodies.parse, readiness, reader.limits_of_key, model
         )
 
-    def app(self, has_admin_routes: bool = True) -> web.Application:
-        """All routes, with or without those of `admin_app`."""
-        self.server.has_admin_routes = has_admin_routes
-        app = self._empty()
-        if self.cors.is_on:
-            app.on_response_prepare.append(self._add_cors_headers)
-        app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
-        if self._has_page:
-            app.add_routes(files.routes())
-        if has_admin_routes:
-            app.add_routes(self._admin_routes())
-        return app
-
-    async def _add_cors_headers(self, http_request: web.Request, response: web.StreamResponse) -> None:
-        self.cors.add_headers(http_request, response)
-
-    def admin_app(self) -> web.Application:
-        """Routes for the operator's programs, which have no key."""
-        app = self._empty()
-        app.add_routes(self._admin_routes())
-        return app
-
-    def _admin_routes(self) -> list[web.RouteDef]:
-        return [self._def_of(route) for route in ROUTES if route.is_admin]
-
-    def _def_of(self, route: Route) -> web.RouteDef:
-        on_expect = self._reader.answer_expect if route.opens_request else expect.answer_expect
-        options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
-        add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
-        return add(route.resource, self.handler(route), expect_handler=on_expect, **options)
-
     def handler(self, route: Route) -> Handler:
         """The method that is named like it, of the object that has one; else the request is parsed, opened and answered
         as its dialect says."""
@@ -128,13 +89,11 @@ class Api:
         assert route.parse is not None, f"{route.path} has neither a handler nor a parser"
         return generate
 
-    def _empty(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])
-        app.on_response_prepare.append(add_headers)
-        if self._has_keys:
-            app.on_response_prepare.append(add_limit_headers)
-        app.on_response_prepare.append(self._close_if_leaving)
-        return app
+    def expect_handler(self, route: Route) -> Any:
+        return self._reader.answer_expect if route.opens_request else super().expect_handler(route)
+
+    def on_prepare(self) -> Sequence[Prepare]:
+        return [self._close_if_leaving]
 
     async def _close_if_leaving(self, http_request: web.Request, response: web.StreamResponse) -> None:
         if self._readiness.is_leaving:  # so that clients connect to another gateway

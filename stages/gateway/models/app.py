@@ -5,94 +5,52 @@ body or ?model= ──► its model ──► loaded, if it is not ──► the
 
 import functools
 import time
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import Settings
-from pipeline.http_server import expect
-from pipeline.http_server.access.cors import Cors
-from pipeline.http_server.access.key_accounts import KeyAccounts, add_limit_headers
+from pipeline.http_server.access.key_accounts import KeyAccounts
 from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader
-from pipeline.http_server.server_header import add_headers
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.apis.ollama import models as ollama
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http import middleware
+from pipeline.stages.gateway.http.applications import Applications
 from pipeline.stages.gateway.http.early_stream import BEGUN, fail, wait_with_keep_alives
 from pipeline.stages.gateway.http.route import Route
-from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.models.chosen import Chosen, chosen_of, keep_s
+from pipeline.stages.gateway.models.model_fields import ModelFields, keep_s, model_fields_of
 from pipeline.stages.gateway.models.server import ModelsApi
-from pipeline.stages.gateway.models.table import HostedModel, ModelTable
-from pipeline.stages.gateway.page import files
+from pipeline.stages.gateway.models.table import ModelEntry, ModelTable
 
 STREAMS = ("chat_completions", "completions", "messages", "infill", "create_response")
 """Handlers whose streams are server-sent events."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class ModelsApp:
-    """The application of the listener that all models share."""
+class ModelsApp(Applications):
+    """What handles the routes of the listener that all models share."""
 
     def __init__(self, table: ModelTable, settings: Settings, accounts: KeyAccounts) -> None:
         gateway = settings.gateway
+        super().__init__(gateway, has_keys=accounts.keys is not None)
         self._table = table
-        self._accounts = accounts
-        self._has_page = gateway.page
         self._keep_alive_s = gateway.sse_keep_alive_s
-        self._max_body = gateway.max_body_bytes
         self._max_waiting_bytes = gateway.max_open_bytes
         self._waiting_bytes = 0
         """Of bodies whose models are not loaded yet."""
-        self.cors = Cors(gateway)
         self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth)
         self._server = ModelsApi(table, self._bodies)
 
-    def app(self, has_admin_routes: bool = True) -> web.Application:
-        """All routes, with or without those of `admin_app`."""
-        app = self._empty()
-        if self.cors.is_on:
-            app.on_response_prepare.append(self._add_cors_headers)
-        app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
-        app.add_routes([web.get("/models", self._server.models, allow_head=True)])
-        if has_admin_routes:
-            app.add_routes(self._admin_routes())
-        if self._has_page:
-            app.add_routes(files.routes())
-        return app
+    def own_routes(self, is_admin: bool) -> list[web.RouteDef]:
+        """llama.cpp's router's. Who unloads a model ends the streams of others, so that is for the operator."""
+        if is_admin:
+            return [web.post("/models/load", self._load), web.post("/models/unload", self._unload)]
+        return [web.get("/models", self._server.models, allow_head=True)]
 
-    def admin_app(self) -> web.Application:
-        """Routes for the operator's programs, which have no key."""
-        app = self._empty()
-        app.add_routes(self._admin_routes())
-        return app
-
-    def _admin_routes(self) -> list[web.RouteDef]:
-        """Who unloads a model ends the streams of others."""
-        own = [web.post("/models/load", self._load), web.post("/models/unload", self._unload)]
-        return [*(self._def_of(route) for route in ROUTES if route.is_admin), *own]
-
-    async def _add_cors_headers(self, http_request: web.Request, response: web.StreamResponse) -> None:
-        self.cors.add_headers(http_request, response)
-
-    def _empty(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])
-        app.on_response_prepare.append(add_headers)
-        if self._accounts.keys is not None:
-            app.on_response_prepare.append(add_limit_headers)
-        return app
-
-    def _def_of(self, route: Route) -> web.RouteDef:
-        options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
-        add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
-        return add(route.resource, self._handler(route), expect_handler=expect.answer_expect, **options)
-
-    def _handler(self, route: Route) -> Handler:
+    def handler(self, route: Route) -> Handler:
         """That of the server as a whole, if it has one for the route; else that of the model which is chosen."""
         if (handler := getattr(self._server, route.handler, None)) is not None:
             return handler  # type: ignore[no-any-return]
@@ -128,9 +86,9 @@ class ModelsApp:
             if idle_s is not None:
                 self._table.keep(model, idle_s)
 
-    async def _read(self, http_request: web.Request) -> Chosen:
+    async def _read(self, http_request: web.Request) -> ModelFields:
         """Read the body, which is kept for the model's own handler. Raises ApiError."""
-        chosen, body = await self._bodies.parse(http_request, lambda body: (chosen_of(body), body))
+        chosen, body = await self._bodies.parse(http_request, lambda body: (model_fields_of(body), body))
         http_request[KEPT_BODY] = body
         return chosen
 
@@ -156,7 +114,7 @@ class ModelsApp:
         return await self._serve(route, http_request, owner or (found[0] if found else self._table.default()))
 
     async def _serve(
-        self, route: Route, http_request: web.Request, model: HostedModel, *, streams: bool = False
+        self, route: Route, http_request: web.Request, model: ModelEntry, *, streams: bool = False
     ) -> web.StreamResponse:
         """Have the model loaded, and its own handler answer. A stream of events has keep-alives meanwhile."""
         with self._table.use(model):
@@ -165,7 +123,7 @@ class ModelsApp:
             assert model.gateway is not None
             return await model.gateway.handler(route)(http_request)
 
-    async def _wait(self, http_request: web.Request, model: HostedModel, *, streams: bool) -> None:
+    async def _wait(self, http_request: web.Request, model: ModelEntry, *, streams: bool) -> None:
         """Wait until the model is loaded. Raises ApiError, 503, if too much waits already."""
         num_bytes = len(http_request.get(KEPT_BODY, b""))
         if self._waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -199,14 +157,14 @@ class ModelsApp:
         self._table.unload(model)
         return _json({"success": True})
 
-    async def _named(self, http_request: web.Request) -> HostedModel:
+    async def _named(self, http_request: web.Request) -> ModelEntry:
         name = (await self._read(http_request)).model
         if not isinstance(name, str):
             raise self._table.unnamed()
         return self._table.find(name)
 
 
-def waiting_words(model: HostedModel) -> str:
+def waiting_words(model: ModelEntry) -> str:
     """What a request of a model waits for."""
     status = model.status
     if not status.position:

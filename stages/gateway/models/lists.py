@@ -8,10 +8,10 @@ from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.apis.ollama import models as ollama
 from pipeline.stages.gateway.apis.ollama.reply import rfc3339
 from pipeline.stages.gateway.apis.ollama.types import OllamaModel, OllamaModelDetails, OllamaRunningModel
-from pipeline.stages.gateway.models.table import HostedModel
+from pipeline.stages.gateway.models.table import ModelEntry
 
 
-def card_of(model: HostedModel, created: int) -> dict[str, Any]:
+def card_of(model: ModelEntry, created: int) -> dict[str, Any]:
     """An entry of /v1/models: OpenAI's, vLLM's if it is loaded, and llama.cpp's `status`."""
     card: dict[str, Any] = {"id": model.name, "object": "model", "created": created, "owned_by": "pipeline"}
     if model.serves:
@@ -20,7 +20,7 @@ def card_of(model: HostedModel, created: int) -> dict[str, Any]:
     return card | {"aliases": list(model.status.aliases), "status": status_of(model)}
 
 
-def adapter_cards(model: HostedModel, card: dict[str, Any]) -> list[dict[str, Any]]:
+def adapter_cards(model: ModelEntry, card: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of the adapters of a model that is loaded."""
     if model.gateway is None:
         return []
@@ -28,7 +28,7 @@ def adapter_cards(model: HostedModel, card: dict[str, Any]) -> list[dict[str, An
     return [card | {"id": one.name, "root": one.path, "parent": model.name, "aliases": []} for one in adapters]
 
 
-def status_of(model: HostedModel) -> dict[str, Any]:
+def status_of(model: ModelEntry) -> dict[str, Any]:
     """The state, in `value` as in llama.cpp's router, and what is behind it."""
     status = model.status
     found: dict[str, Any] = {"value": model.state, "since": round(status.since_s, 3)}
@@ -48,7 +48,7 @@ def status_of(model: HostedModel) -> dict[str, Any]:
     return found
 
 
-async def tag_of(model: HostedModel, started_s: float) -> OllamaModel:
+async def tag_of(model: ModelEntry, started_s: float) -> OllamaModel:
     """An entry of /api/tags."""
     if model.serves:
         assert model.gateway is not None
@@ -59,7 +59,7 @@ async def tag_of(model: HostedModel, started_s: float) -> OllamaModel:
     return OllamaModel(name=name, model=name, modified_at=rfc3339(started_s), size=0, digest="", details=details)
 
 
-async def running_of(model: HostedModel) -> OllamaRunningModel:
+async def running_of(model: ModelEntry) -> OllamaRunningModel:
     """An entry of /api/ps, of a model that serves."""
     gateway = model.gateway
     assert gateway is not None and gateway.readiness.facts is not None
@@ -70,7 +70,7 @@ async def running_of(model: HostedModel) -> OllamaRunningModel:
     return found
 
 
-def health_of(model: HostedModel, body: HealthBody | None) -> dict[str, Any]:
+def health_of(model: ModelEntry, body: HealthBody | None) -> dict[str, Any]:
     """An entry of /health. `body` is what the server of this model alone would answer, if it serves."""
     found = {"name": model.name, "state": model.state} | status_of(model)
     del found["value"]

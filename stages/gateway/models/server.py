@@ -22,7 +22,7 @@ from pipeline.stages.gateway.admin.server_info import ServerLoad, Version
 from pipeline.stages.gateway.apis.ollama.types import OllamaModelList, OllamaRunningList, OllamaVersion
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models import lists
-from pipeline.stages.gateway.models.table import HostedModel, ModelTable
+from pipeline.stages.gateway.models.table import ModelEntry, ModelTable
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.version import VERSION
 
@@ -83,7 +83,7 @@ class ModelsApi:
         }
         return _json(found, HTTPStatus.OK if status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def _health_of(self, model: HostedModel) -> Any:
+    async def _health_of(self, model: ModelEntry) -> Any:
         return await model.gateway.api.server.health_body() if model.gateway is not None else None
 
     async def live(self, http_request: web.Request) -> web.StreamResponse:

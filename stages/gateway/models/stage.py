@@ -1,7 +1,7 @@
 """The process of the gateway of several models: one loop, one listener, and a `GatewayStage` for each model that is
 loaded, which the supervisor begins and ends.
 
-    supervisor ──HostStage──► this process ──► a stage with its own channels to the model's other stages
+    supervisor ──StartStage──► this process ──► a stage with its own channels to the model's other stages
     client ──HTTP──► ModelsApp ──► the stage of the model
     client ──ZeroMQ──► ZmqServer ──► the stage of the connection's model
 """
@@ -13,20 +13,16 @@ import gc
 import logging
 import os
 import socket
-from typing import Any
 
 import uvloop
 
 from pipeline.client.connection.zmq_address import address_of
 from pipeline.errors import UserError
-from pipeline.http_server.access.guard import OPEN_PATHS
 from pipeline.http_server.access.key_accounts import KeyAccounts
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
-from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.sockets import descriptors
-from pipeline.http_server.sockets.connections import HttpConnections, limit_of
 from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
@@ -37,24 +33,21 @@ from pipeline.runtime.messages.models import (
     MAX_FDS,
     MAX_PACKET_BYTES,
     DropStage,
-    HostStage,
     Models,
-    StopHost,
-    ToHost,
+    StartStage,
+    StopProcess,
+    ToSharedGateway,
 )
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.descriptors import renumbered
 from pipeline.runtime.queues.work_pool import WorkPool
-from pipeline.runtime.security.tls import server_context
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models.app import ModelsApp
 from pipeline.stages.gateway.models.table import ModelTable, packet_sender
-from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN
 from pipeline.stages.gateway.stage import GatewayStage
-from pipeline.stages.gateway.zmq.listener import max_connections as max_zmq_connections
 from pipeline.stages.gateway.zmq.server import ZmqServer
 
 FLUSH_S = 1.0
@@ -66,7 +59,7 @@ MAX_CLOSING = 8
 
 
 def run(launch: m.Launch) -> None:
-    """Run the process until `StopHost`, or until the supervisor's socket closes."""
+    """Run the process until `StopProcess`, or until the supervisor's socket closes."""
     heap.unmap_large_blocks()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         descriptors.raise_limit(topology.max_open_of_one(launch.settings), logging.getLogger("pipeline"))
@@ -81,7 +74,7 @@ class ModelGateways:
         self._log = logging.getLogger("pipeline")
         self._socket = socket.socket(fileno=launch.models_fd)
         self._socket.setblocking(False)
-        self._decoder: MessageDecoder[ToHost] = MessageDecoder(ToHost)
+        self._decoder: MessageDecoder[ToSharedGateway] = MessageDecoder(ToSharedGateway)
         self._accounts = KeyAccounts.inherited(launch.keys_fd, launch.usage_fd, 0)
         self.refusal_log = RefusalLog(self._log)
         self.access_log = AccessLog.of(launch.settings.access_log, self._accounts.name_of)
@@ -99,7 +92,14 @@ class ModelGateways:
     async def serve(self) -> None:
         """Listen, and have stages until the process is asked to end."""
         loop = asyncio.get_running_loop()
-        for listener in self._listeners():
+        settings = self._launch.settings
+        unread = UnreadReplies(
+            lambda: max_unread_bytes(topology.max_open_bytes_of_one(settings)), settings.gateway.slow_client_timeout_s
+        )
+        self._http_port, self._http = self._app.listeners(
+            self._launch, settings, self._accounts.keys, unread, self.refusal_log, self.access_log
+        )
+        for listener in self._http:
             await listener.start()
         heap.freeze()
         loop.add_reader(self._socket.fileno(), self._receive)
@@ -128,39 +128,6 @@ class ModelGateways:
             self._socket.close()
             if self.access_log is not None:
                 self.access_log.writer.close()
-
-    def _listeners(self) -> list[HttpListener]:
-        """As of a gateway of one model."""
-        launch, settings = self._launch, self._launch.settings
-        gateway = settings.gateway
-        has_admin = launch.admin_fd >= 0
-        tls = server_context(gateway)
-        page_paths = files.paths() if gateway.page else ()
-        rules = ListenerRules.main(
-            gateway,
-            self.refusal_log,
-            keys=self._accounts.keys,
-            open_paths=frozenset((*(() if has_admin else OPEN_PATHS), *page_paths)),
-            cors=self._app.cors,
-            access_log=self.access_log,
-            scheme="http" if tls is None else "https",
-        )
-        shared: dict[str, Any] = {
-            "max_header_bytes": settings.limits.max_header_bytes,
-            "connections": HttpConnections(limit_of(topology.max_open_of_one(settings), max_zmq_connections())),
-            "unread": UnreadReplies(
-                lambda: max_unread_bytes(topology.max_open_bytes_of_one(settings)), gateway.slow_client_timeout_s
-            ),
-        }
-        app = self._app.app(has_admin_routes=not has_admin)
-        sock = socket.socket(fileno=launch.listen_fd)
-        self._http_port = sock.getsockname()[1]
-        self._http.append(HttpListener(app, sock, rules, tls=tls, **shared))
-        if has_admin:
-            rules = ListenerRules.admin(gateway, self.refusal_log, self.access_log)
-            admin = self._app.admin_app()
-            self._http.append(HttpListener(admin, socket.socket(fileno=launch.admin_fd), rules, **shared))
-        return self._http
 
     async def _start_zmq_server(self, tasks: asyncio.TaskGroup) -> None:
         """Listen for ZeroMQ clients. Raises UserError if it can't listen on the address."""
@@ -196,17 +163,17 @@ class ModelGateways:
                 self._is_stopped.set()
                 return
             match self._decoder.decode(data):
-                case HostStage() as message:
-                    self._stages[message.number] = asyncio.create_task(self._host(message, fds))
+                case StartStage() as message:
+                    self._stages[message.number] = asyncio.create_task(self._serve_stage(message, fds))
                 case DropStage(number):
                     if (task := self._stages.get(number)) is not None:
                         task.cancel()
                 case Models() as models:
                     self._table.update(models)
-                case StopHost():
+                case StopProcess():
                     self._is_stopped.set()
 
-    async def _host(self, message: HostStage, fds: list[int]) -> None:
+    async def _serve_stage(self, message: StartStage, fds: list[int]) -> None:
         """Run a stage until it is stopped. The last descriptor tells the supervisor that it has ended."""
         numbers = dict(zip(message.fds, fds, strict=False))
         launch, end_fd = renumbered(message.launch, numbers), fds[-1]

@@ -14,7 +14,7 @@ from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.access.key_accounts import KeyAccounts
 from pipeline.runtime.messages.models import (
     RETRY_S,
-    FromHost,
+    FromSharedGateway,
     KeepModel,
     LoadModel,
     ModelActivity,
@@ -38,7 +38,7 @@ TAG = ":latest"
 """What Ollama's clients append to names."""
 
 
-class HostedModel:
+class ModelEntry:
     """A model, whether it is loaded or not."""
 
     def __init__(self, status: ModelStatus) -> None:
@@ -74,11 +74,11 @@ class HostedModel:
 class ModelTable:
     """Finds the model of a request, and waits until it is loaded."""
 
-    def __init__(self, accounts: KeyAccounts, send: Callable[[FromHost], None]) -> None:
+    def __init__(self, accounts: KeyAccounts, send: Callable[[FromSharedGateway], None]) -> None:
         """`send` tells the supervisor."""
         self._accounts = accounts
         self._send = send
-        self._models: dict[str, HostedModel] = {}
+        self._models: dict[str, ModelEntry] = {}
         self._changed = asyncio.Event()
         self.is_ready = False
         """Whether those that are loaded at the start are."""
@@ -87,7 +87,7 @@ class ModelTable:
     def update(self, message: Models) -> None:
         """The supervisor has sent the states."""
         for status in message.models:
-            model = self._models.setdefault(status.name, HostedModel(status))
+            model = self._models.setdefault(status.name, ModelEntry(status))
             model.status = status
         self.is_ready, self.is_ending = message.is_ready, message.is_ending
         self.changed()
@@ -108,18 +108,18 @@ class ModelTable:
             self._models[name].gateway = None
         self.changed()
 
-    def allowed(self, scope: str | None = None) -> list[HostedModel]:
+    def allowed(self, scope: str | None = None) -> list[ModelEntry]:
         """Those that the API key of a scope may use, by default the current request's, in the order of the settings."""
         return [one for one in self._models.values() if any(self._allows(one, name, scope) for name in one.names)]
 
-    def serving(self) -> list[HostedModel]:
+    def serving(self) -> list[ModelEntry]:
         """Those of `allowed` whose stages take requests."""
         return [one for one in self.allowed() if one.serves]
 
-    def all(self) -> list[HostedModel]:
+    def all(self) -> list[ModelEntry]:
         return list(self._models.values())
 
-    def find(self, name: str, *, as_ollama: bool = False, scope: str | None = None) -> HostedModel:
+    def find(self, name: str, *, as_ollama: bool = False, scope: str | None = None) -> ModelEntry:
         """The model of this name, alias or adapter; Ollama's clients don't regard case, and append a tag. `scope` is
         that of the client's key, by default of the current request's. Raises ApiError, 404, also for one that the key
         may not use."""
@@ -130,7 +130,7 @@ class ModelTable:
                     return one
         raise self.unknown(name, scope)
 
-    def default(self, scope: str | None = None) -> HostedModel:
+    def default(self, scope: str | None = None) -> ModelEntry:
         """The first one that the client may use. Raises ApiError, 404."""
         if found := self.allowed(scope):
             return found[0]
@@ -153,7 +153,7 @@ class ModelTable:
         names = ", ".join(f"'{one.name}'" for one in self.allowed()) or "none"
         return ApiError(HTTPStatus.BAD_REQUEST, f"'model' is required: models are {names}", "model", "missing_model")
 
-    def _allows(self, model: HostedModel, name: str, scope: str | None = None) -> bool:
+    def _allows(self, model: ModelEntry, name: str, scope: str | None = None) -> bool:
         account = self._accounts.of_scope(current_scope() if scope is None else scope)
         allowed = () if account is None else account.key.models
         return not allowed or name in allowed or (name in model.status.aliases and model.name in allowed)
@@ -161,7 +161,7 @@ class ModelTable:
     # ------------------------------------------------------------------------------------------------------- loading
 
     @contextlib.contextmanager
-    def use(self, model: HostedModel) -> Iterator[None]:
+    def use(self, model: ModelEntry) -> Iterator[None]:
         """A request of the model is open, or waits until it is loaded."""
         model.num_open += 1
         if not model.is_busy:
@@ -174,26 +174,26 @@ class ModelTable:
             if not model.num_open:
                 asyncio.get_running_loop().call_later(IDLE_S, self._idle, model)
 
-    def _idle(self, model: HostedModel) -> None:
+    def _idle(self, model: ModelEntry) -> None:
         if not model.num_open and model.is_busy:
             model.is_busy = False
             self._send(ModelActivity(model.name, False))
 
-    def keep(self, model: HostedModel, idle_s: float) -> None:
+    def keep(self, model: ModelEntry, idle_s: float) -> None:
         """A client says how long the model stays without a request; below 0 for ever."""
         self._send(KeepModel(model.name, idle_s))
 
-    def load(self, model: HostedModel) -> None:
+    def load(self, model: ModelEntry) -> None:
         """A client wants the model, also if it has just failed."""
         self._send(LoadModel(model.name, is_asked_for=True))
 
-    def unload(self, model: HostedModel) -> None:
+    def unload(self, model: ModelEntry) -> None:
         """A client wants the model to leave."""
         self._send(UnloadModel(model.name))
 
     async def until_loaded(
         self,
-        model: HostedModel,
+        model: ModelEntry,
     ) -> "GatewayStage":
         """Have the model loaded, if it is not. Raises ApiError: 503 if it can't be."""
         arrived_s, asked_s = time.time(), -1.0
@@ -211,7 +211,7 @@ class ModelTable:
         assert model.gateway is not None
         return model.gateway
 
-    def failed(self, model: HostedModel) -> ApiError:
+    def failed(self, model: ModelEntry) -> ApiError:
         """503: the model could not be loaded."""
         message = f"the model '{model.name}' could not be loaded: {model.status.problem}"
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="model_not_loaded")
@@ -220,7 +220,7 @@ class ModelTable:
 class ZmqTarget:
     """The `ZmqModel` of a connection to one of several."""
 
-    def __init__(self, table: ModelTable, model: HostedModel) -> None:
+    def __init__(self, table: ModelTable, model: ModelEntry) -> None:
         self._table = table
         self._model = model
 
@@ -256,11 +256,11 @@ class ZmqTarget:
         return self._model.gateway is gateway
 
 
-def packet_sender(to_supervisor: socket.socket) -> Callable[[FromHost], None]:
+def packet_sender(to_supervisor: socket.socket) -> Callable[[FromSharedGateway], None]:
     """Sends messages. One that the supervisor does not take in time is lost with it."""
     encoder = msgspec.msgpack.Encoder()
 
-    def send(message: FromHost) -> None:
+    def send(message: FromSharedGateway) -> None:
         with contextlib.suppress(OSError):
             to_supervisor.send(encoder.encode(message))
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipeline.http_server.access.key_accounts import KeyAccounts
-from pipeline.runtime.messages.models import RETRY_S, FromHost, LoadModel, ModelActivity, Models, ModelStatus
+from pipeline.runtime.messages.models import RETRY_S, FromSharedGateway, LoadModel, ModelActivity, Models, ModelStatus
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models.table import IDLE_S, ModelTable
 
@@ -17,8 +17,8 @@ CHAT = ModelStatus(name="chat", aliases=("GPT",), adapters=("sql",))
 OTHER = ModelStatus(name="other")
 
 
-def table(*statuses: ModelStatus) -> tuple[ModelTable, list[FromHost]]:
-    sent: list[FromHost] = []
+def table(*statuses: ModelStatus) -> tuple[ModelTable, list[FromSharedGateway]]:
+    sent: list[FromSharedGateway] = []
     found = ModelTable(KeyAccounts(None), sent.append)
     found.update(Models(list(statuses)))
     return found, sent

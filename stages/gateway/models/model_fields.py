@@ -14,7 +14,7 @@ _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
 MAX_KEEP_S = 1e9
 
 
-class Chosen(msgspec.Struct):
+class ModelFields(msgspec.Struct):
     """The fields of all APIs' bodies that are about the model."""
 
     model: Any = None
@@ -36,10 +36,10 @@ class Chosen(msgspec.Struct):
         return any(bytes(one) not in (b"", b"null", b'""', b"[]") for one in (self.prompt, self.messages, self.input))
 
 
-_decoder = msgspec.json.Decoder(Chosen)
+_decoder = msgspec.json.Decoder(ModelFields)
 
 
-def chosen_of(body: bytes) -> Chosen:
+def model_fields_of(body: bytes) -> ModelFields:
     """Read a body. Raises ApiError, 400, if it is no JSON object."""
     return decode(_decoder, body, {})
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.models.chosen import chosen_of, keep_s
+from pipeline.stages.gateway.models.model_fields import keep_s, model_fields_of
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_a_time_is_seconds_or_a_duration_as_go_writes_it(value: Any, seconds: An
     ],
 )
 def test_a_request_without_input_only_loads_or_unloads(body: bytes, has_input: bool) -> None:
-    assert chosen_of(body).has_input == has_input
+    assert model_fields_of(body).has_input == has_input
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model": "a"} x', b'{"model": "\xff"}'])
 def test_what_is_no_json_object_is_400(body: bytes) -> None:
     with pytest.raises(ApiError) as raised:
-        chosen_of(body)
+        model_fields_of(body)
     assert raised.value.status == 400

@@ -16,7 +16,15 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages.models import MAX_PACKET_BYTES, DropStage, FromHost, HostStage, Models, StopHost, ToHost
+from pipeline.runtime.messages.models import (
+    MAX_PACKET_BYTES,
+    DropStage,
+    FromSharedGateway,
+    Models,
+    StartStage,
+    StopProcess,
+    ToSharedGateway,
+)
 from pipeline.runtime.process.descriptors import descriptors_of
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor.processes.child import Child, signal_name
@@ -31,7 +39,7 @@ END_S = 2.0
 """Time for a stage to end that is dropped."""
 
 
-class GatewayHost:
+class SharedGateway:
     """Starts the process, and starts it again when it has died."""
 
     def __init__(
@@ -50,7 +58,7 @@ class GatewayHost:
         self._log = log
         self._lock = threading.RLock()
         self._death_read, self._death_write = os.pipe()
-        self._decoder: MessageDecoder[FromHost] = MessageDecoder(FromHost)
+        self._decoder: MessageDecoder[FromSharedGateway] = MessageDecoder(FromSharedGateway)
         self._child: ChildProcess | None = None
         self._socket: socket.socket | None = None
         """Sends, for `SEND_S` at most."""
@@ -123,13 +131,13 @@ class GatewayHost:
             if self.is_alive:
                 self._send(models)
 
-    def host(self, launch: m.Launch, end_fd: int) -> int:
+    def start(self, launch: m.Launch, end_fd: int) -> int:
         """Begin a stage. `end_fd` closes there when it ends. Returns its number, for `drop`."""
         with self._lock:
             self.ensure_alive()
             self._last_number += 1
             fds = descriptors_of(launch)
-            self._send(HostStage(self._last_number, launch, fds), [*fds, end_fd])
+            self._send(StartStage(self._last_number, launch, fds), [*fds, end_fd])
             return self._last_number
 
     def drop(self, number: int) -> None:
@@ -138,9 +146,9 @@ class GatewayHost:
             if self.is_alive:
                 self._send(DropStage(number))
 
-    def receive(self) -> list[FromHost]:
+    def receive(self) -> list[FromSharedGateway]:
         """What has arrived."""
-        found: list[FromHost] = []
+        found: list[FromSharedGateway] = []
         assert self._receiver is not None
         while True:
             try:
@@ -151,7 +159,7 @@ class GatewayHost:
                 return found
             found.append(self._decoder.decode(data))
 
-    def _send(self, message: ToHost, fds: Sequence[int] = ()) -> None:
+    def _send(self, message: ToSharedGateway, fds: Sequence[int] = ()) -> None:
         data = msgspec.msgpack.encode(message)
         assert self._socket is not None and len(data) <= MAX_PACKET_BYTES, "the packet is too large"
         try:
@@ -172,7 +180,7 @@ class GatewayHost:
         with self._lock:
             if self._child is None:
                 return True
-            self._send(StopHost())
+            self._send(StopProcess())
         return self._child.wait(timeout_s)
 
     def _close_process(self) -> None:
@@ -190,13 +198,13 @@ class GatewayHost:
         os.close(self._death_write)
 
 
-class HostedGateway(Child):
-    """The gateway stage of one model, in the process of `GatewayHost`."""
+class ModelGateway(Child):
+    """The gateway stage of one model, in the process of `SharedGateway`."""
 
-    def __init__(self, launch: m.Launch, host: GatewayHost, *, waits: bool = False) -> None:
+    def __init__(self, launch: m.Launch, gateway: SharedGateway, *, waits: bool = False) -> None:
         """Start it. If it `waits`, it runs after `begin`."""
         super().__init__(launch)
-        self._host = host
+        self._gateway = gateway
         self._code: int | None = None
         self._number = 0
         self._control, self._their_control = socket.socketpair()
@@ -217,8 +225,8 @@ class HostedGateway(Child):
         self._begin()
 
     def _begin(self) -> None:
-        self._number = self._host.host(self._launch, self._end_fd)
-        self.pid = self._host.pid
+        self._number = self._gateway.start(self._launch, self._end_fd)
+        self.pid = self._gateway.pid
         self._end_launch()
 
     def _end_launch(self) -> None:
@@ -242,7 +250,7 @@ class HostedGateway(Child):
             return f"was killed by the supervisor ({signal_name(signal.SIGKILL)})"
         if self.exit_code == 0:
             return "ended"
-        return f"its process {self._host.why_ended(self.pid)}"
+        return f"its process {self._gateway.why_ended(self.pid)}"
 
     def wait(self, timeout_s: float) -> bool:
         if self.is_alive and self.has_begun and self.pidfd >= 0:
@@ -253,9 +261,9 @@ class HostedGateway(Child):
         """End the stage at once. If it does not, its process hangs, and ends with all stages."""
         if self.has_begun and self.is_alive:
             self._was_killed = True
-            self._host.drop(self._number)
+            self._gateway.drop(self._number)
             if not self.wait(END_S):
-                self._host.kill()
+                self._gateway.kill()
                 self.wait(END_S)
         elif not self.has_begun:
             self._end_launch()
@@ -263,7 +271,7 @@ class HostedGateway(Child):
     def abort(self) -> None:
         """The stage hangs, and so does its process."""
         self._was_killed = True
-        self._host.kill()
+        self._gateway.kill()
 
     def close(self) -> None:
         self.kill()
