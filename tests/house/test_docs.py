@@ -56,6 +56,46 @@ def test_every_function_that_a_document_names_is_defined_there(document: Path) -
     assert missing == []
 
 
+FILE = re.compile(r"[\w/]+\.(?:py|h|cpp)")
+MEMBER = re.compile(r"[A-Z]\w*[a-z]\w*\.\w+")
+
+
+def _classes() -> dict[str, ast.ClassDef]:
+    files = [path for folder in ("pipeline", "stages", "config", "shm") for path in (ROOT / folder).rglob("*.py")]
+    parsed = [ast.parse(path.read_text()) for path in files if not path.is_relative_to(ROOT / "pipeline/stages")]
+    return {node.name: node for tree in parsed for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _unknown_names(rows: list[str]) -> list[str]:
+    """Files without a folder (`x.py` there) that stand beside no file of their row, and members of no class."""
+    classes = _classes()
+    unknown = []
+    for row in rows:
+        named = [one.partition("::")[0] for one in re.findall(r"`([^`]+)`", row)]
+        folders = [ROOT / one if (ROOT / one).is_dir() else (ROOT / one).parent for one in named if "/" in one]
+        unknown += [
+            one
+            for one in named
+            if (FILE.fullmatch(one) and not any((folder / one).exists() for folder in (ROOT, *folders)))
+            or (MEMBER.fullmatch(one) and not _is_member(classes, one))
+        ]
+    return unknown
+
+
+def _is_member(classes: dict[str, ast.ClassDef], name: str) -> bool:
+    first, _, rest = name.partition(".")
+    return first in classes and _defines(classes[first], rest)
+
+
+def test_every_name_in_the_tables_of_the_architecture_exists() -> None:
+    rows = re.findall(r"^\| .+", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    assert _unknown_names(rows) == ["Scheduler.schedule"], "is vLLM's"
+    known = "| a | `stages/schedule/stage.py`, `planner.py` there, `Planner.plan` |"
+    assert _unknown_names([known]) == []
+    assert _unknown_names([known.replace("planner.py", "plans.py")]) == ["plans.py"]
+    assert _unknown_names([known.replace("Planner.plan", "Planner.planned")]) == ["Planner.planned"]
+
+
 def test_a_name_that_is_only_used_is_not_defined() -> None:
     tree = ast.parse("import a\nB: int = a.b\nclass C:\n    x = 1\n    async def d(self): e()\n")
     assert all(_defines(tree, name) for name in ("B", "C", "C.x", "C.d"))
