@@ -20,7 +20,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import format_key
-from pipeline.runtime.model.weight_headers import header_of
+from pipeline.runtime.model.weight_headers import TensorEntry, decode_header, header_of
 from pipeline.supervisor.admin.admin_client import find_servers
 
 SUPPORTED = "pipeline.stages.prepare.supported"
@@ -30,13 +30,6 @@ FEATURES = "pipeline.stages.execute.models.features"
 
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """The names of safetensors' dtypes in the settings."""
-
-
-class TensorHeader(msgspec.Struct, frozen=True):
-    """What is read of a tensor's entry in a safetensors header."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -137,13 +130,12 @@ def downloaded_models(entries: Sequence[Entry]) -> list[CachedModel]:
 def weights_of(config: ModelConfig, folder: str) -> str:
     """The formats of a prepared model's weights, from the headers of its files; empty if one is gone."""
     quantized: set[str] = set()
-    tensors: list[TensorHeader] = []
+    tensors: list[TensorEntry] = []
     try:
         for path in config.weight_paths(folder):
-            header = msgspec.json.decode(header_of(path), type=dict[str, msgspec.Raw])
-            metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+            entries, metadata = decode_header(header_of(path))
             quantized |= {value for key, value in metadata.items() if key.startswith(format_key(""))}
-            tensors += [msgspec.json.decode(raw, type=TensorHeader) for raw in header.values()]
+            tensors += entries.values()
     except (OSError, ValueError):
         return ""
     floats = {FLOATS.get(tensor.dtype, tensor.dtype) for tensor in tensors if len(tensor.shape) > 1}

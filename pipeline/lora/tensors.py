@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.lora.peft_config import MAX_VALUES, AdapterError, NotAnAdapter, has_many_values
 from pipeline.runtime.files.regular_files import RegularFile
+from pipeline.runtime.model.weight_headers import TensorEntry
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 2 * 1024**2
@@ -21,12 +22,6 @@ MAX_HEADER_BYTES = 2 * 1024**2
 FLOATS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 
 FloatMatrix = np.ndarray[Any, np.dtype[np.float32]]
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 class AdapterTensors:
@@ -52,7 +47,7 @@ class AdapterTensors:
         check(self)
         self.data = file.read_to(end)
 
-    def _decoded(self, data: memoryview) -> dict[str, _Entry]:
+    def _decoded(self, data: memoryview) -> dict[str, TensorEntry]:
         if len(data) < self._begin:
             raise AdapterError(f"{self.path}: it is incomplete")
         text = bytes(data[LENGTH_BYTES:])
@@ -61,7 +56,7 @@ class AdapterTensors:
         try:
             header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
-            return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+            return {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in header.items()}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NotAnAdapter(f"{self.path}: the header is damaged: {error}") from error
 

@@ -9,13 +9,9 @@ logits before temperature, filters, penalties and masks. The `num_top` likeliest
 id. They may include the id itself.
 """
 
-from typing import Any
-
 import numpy as np
 
 from pipeline.runtime.messages import GenerationOptions, Pooling
-
-RecordArray = np.ndarray[Any, np.dtype[np.void]]
 
 
 def token_output_bytes(options: GenerationOptions, hidden_size: int, num_prompt: int = 1) -> int:

@@ -28,6 +28,7 @@ from pipeline.runtime.files.regular_files import open_regular
 from pipeline.runtime.model import in_place
 from pipeline.runtime.model.model_config import ModelConfig, Piece
 from pipeline.runtime.model.model_folder import format_key
+from pipeline.runtime.model.weight_headers import TensorEntry, decode_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,15 +50,6 @@ CHUNK_VALUES = 1 << 20
 MAGIC = b"GGUF"
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
-
-
-class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor's entry in a safetensors header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-    """Begin and end, relative to the header's end."""
 
 
 class TensorFile:
@@ -84,9 +76,7 @@ class TensorFile:
         else:
             self._begin, text = 0, msgspec.json.encode(index.header)
             self._header = text + msgspec.json.encode(index.interleaved)
-        header: dict[str, msgspec.Raw] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        self.metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        self.entries = {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in header.items()}
+        self.entries, self.metadata = decode_header(text)
         end = max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
         if len(self._map) < self._begin + end:
             raise ValueError(f"it has {len(self._map)} bytes, but its tensors end at {self._begin + end}")

@@ -9,7 +9,6 @@ from pipeline.shm.arrays import Array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
-Float32s = np.ndarray[Any, np.dtype[np.float32]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]

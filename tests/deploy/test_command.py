@@ -33,7 +33,7 @@ def test_without_keys_it_listens_where_a_server_would_and_nowhere_else(
     assert main(["deploy", *how, "--host", "0.0.0.0", "--set", "gateway.allow_unauthenticated=true"]) == 0
     monkeypatch.setenv("PIPELINE_API_KEYS", "a-key-of-twenty-characters")
     assert main(["deploy", *how, "--host", "0.0.0.0"]) == 0
-    assert served[0] is None and served[1].admits("a-key-of-twenty-characters")
+    assert served[0] is None and served[1].scope_of("a-key-of-twenty-characters")
     assert "PIPELINE_API_KEYS" not in os.environ
 
 

@@ -30,13 +30,15 @@ BLOCKS = {
     "fp8": (128, 132),
 }
 """Weights and bytes of a block. Quantized matrices are stored as bytes."""
-_METADATA = "__metadata__"
 
 
-class _Tensor(msgspec.Struct):
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor's entry in a header."""
+
     dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int] = (0, 0)
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+    """Begin and end, from the header's end; in a .gguf file, from the file's beginning."""
 
 
 class WeightFacts(msgspec.Struct, frozen=True):
@@ -58,11 +60,9 @@ def weight_facts(paths: Iterable[Path]) -> WeightFacts:
     num_bytes = 0
     num_of: Counter[str] = Counter()
     for path in paths:
-        header = msgspec.json.decode(header_of(path), type=dict[str, msgspec.Raw])
+        tensors, metadata = decode_header(header_of(path))
         num_bytes += 0 if is_index(path) else path.stat().st_size
-        metadata = msgspec.json.decode(header.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
-        for name, raw in header.items():
-            tensor = msgspec.json.decode(raw, type=_Tensor)
+        for name, tensor in tensors.items():
             size = math.prod(tensor.shape)
             num_bytes += tensor.data_offsets[1] - tensor.data_offsets[0] if is_index(path) else 0
             if (format := metadata.get(format_key(name))) in BLOCKS:
@@ -71,6 +71,13 @@ def weight_facts(paths: Iterable[Path]) -> WeightFacts:
             else:
                 num_of[tensor.dtype] += size
     return WeightFacts(num_bytes, num_of.total(), num_of.most_common(1)[0][0].upper() if num_of else "")
+
+
+def decode_header(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors by name, and the metadata. Raises msgspec.DecodeError."""
+    header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+    return {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in header.items()}, metadata
 
 
 def header_of(path: Path) -> bytes:

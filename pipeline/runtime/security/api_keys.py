@@ -114,10 +114,6 @@ class Keys:
         }
         return "; ".join(f"{what} {', '.join(found)}" for what, found in names.items() if found)
 
-    def admits(self, key: str | None) -> bool:
-        """Whether a client's key is one of these."""
-        return self.scope_of(key) is not None
-
     def scope_of(self, key: str | None) -> str | None:
         """The scope of a client's key: an id that is the same in all gateways of this start and that can't be computed
         without the secret. Keys with one name have one scope. None if the key is not one of these.

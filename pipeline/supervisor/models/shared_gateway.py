@@ -27,7 +27,7 @@ from pipeline.runtime.messages.models import (
 )
 from pipeline.runtime.process.descriptors import descriptors_of
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.supervisor.processes.child import Child, signal_name
+from pipeline.supervisor.processes.child import LocalChild, signal_name
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.process import ChildProcess
 from pipeline.supervisor.shared.shared_keys import SharedKeys
@@ -198,7 +198,7 @@ class SharedGateway:
         os.close(self._death_write)
 
 
-class ModelGateway(Child):
+class ModelGateway(LocalChild):
     """The gateway stage of one model, in the process of `SharedGateway`."""
 
     def __init__(self, launch: m.Launch, gateway: SharedGateway, *, waits: bool = False) -> None:
@@ -207,8 +207,6 @@ class ModelGateway(Child):
         self._gateway = gateway
         self._code: int | None = None
         self._number = 0
-        self._control, self._their_control = socket.socketpair()
-        self._control.setblocking(False)
         control_fd = self._their_control.fileno()
         self._launch = msgspec.structs.replace(launch, listen_fd=-1, admin_fd=-1, death_fd=-1, control_fd=control_fd)
         self.pidfd, self._end_fd = os.pipe()
@@ -275,9 +273,6 @@ class ModelGateway(Child):
 
     def close(self) -> None:
         self.kill()
+        self._code = 1 if self.exit_code is None else self._code
+        super().close()
         self._end_launch()
-        self._control.close()
-        if self.pidfd >= 0:
-            self._code = 1 if self.exit_code is None else self._code
-            os.close(self.pidfd)
-            self.pidfd = -1

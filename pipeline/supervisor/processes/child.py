@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import time
 from abc import ABC, abstractmethod
 
 from pipeline.runtime.messages import Launch
+from pipeline.runtime.messages.lifecycle import EPOCH
 from pipeline.runtime.process.process_usage import ProcessUsage, usage_of
 
 
@@ -106,3 +108,25 @@ class Child(ABC):
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+class LocalChild(Child):
+    """One in another process on this host, which gets descriptors over a socket: `_their_control` is the end of it that
+    a subclass gives to the process, and closes."""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        self._control, self._their_control = socket.socketpair()
+        self._control.setblocking(False)
+
+    def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
+        try:
+            return socket.send_fds(self._control, [EPOCH.pack(epoch)], fds) == EPOCH.size
+        except ConnectionError:
+            raise
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        super().close()
+        self._control.close()

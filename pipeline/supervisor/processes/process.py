@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,9 @@ import msgspec
 from pipeline.runtime import entry
 from pipeline.runtime.child import INTERRUPT, SINGLE_THREADED
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
+from pipeline.runtime.messages.lifecycle import LENGTH
 from pipeline.runtime.process.descriptors import descriptors_of
-from pipeline.supervisor.processes.child import Child
+from pipeline.supervisor.processes.child import LocalChild
 from pipeline.supervisor.processes.fork_server import ForkServer, Process
 
 ABORT_S = 0.5
@@ -34,7 +33,7 @@ def _environ(stage: str, num_threads: int) -> dict[str, str]:
     return {"SSL_CERT_FILE": os.devnull} if stage == "gateway" else {}
 
 
-class ChildProcess(Child):
+class ChildProcess(LocalChild):
     """A stage's process on this host."""
 
     def __init__(
@@ -47,9 +46,7 @@ class ChildProcess(Child):
         self._begin_fd = -1
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch always fits the pipe; an error is better than a hang
-        self._control, control = socket.socketpair()
-        self._control.setblocking(False)
-        launch = msgspec.structs.replace(launch, control_fd=control.fileno())
+        launch = msgspec.structs.replace(launch, control_fd=self._their_control.fileno())
         data = msgspec.msgpack.encode(launch)
         data = LENGTH.pack(len(data)) + data
         try:
@@ -63,7 +60,7 @@ class ChildProcess(Child):
             raise
         finally:
             os.close(read_fd)
-            control.close()
+            self._their_control.close()
         self._begin_fd = write_fd
         if not waits:
             self._end_launch()
@@ -96,14 +93,6 @@ class ChildProcess(Child):
         with contextlib.suppress(BrokenPipeError):  # it has ended; its pidfd tells
             os.write(self._begin_fd, os.fsencode(model_dir))
         self._end_launch()
-
-    def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
-        try:
-            return socket.send_fds(self._control, [EPOCH.pack(epoch)], fds) == EPOCH.size
-        except ConnectionError:
-            raise
-        except OSError:
-            return False
 
     def _end_launch(self) -> None:
         if self._begin_fd >= 0:
@@ -146,4 +135,3 @@ class ChildProcess(Child):
     def close(self) -> None:
         super().close()
         self._end_launch()
-        self._control.close()

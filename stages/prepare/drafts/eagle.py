@@ -23,6 +23,7 @@ import numpy as np
 from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.special_layers import Eagle3
+from pipeline.runtime.model.weight_headers import TensorEntry
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
 from pipeline.stages.prepare.progress import Progress
@@ -30,7 +31,7 @@ from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.folder import state
 from pipeline.stages.prepare.sources.layout import weight_files
 from pipeline.stages.prepare.sources.source import FolderSource, ModelError, parse
-from pipeline.stages.prepare.weights.tensors import Found, TensorEntry, find_tensors, model_shapes
+from pipeline.stages.prepare.weights.tensors import Found, find_tensors, model_shapes
 from pipeline.stages.prepare.weights.unused_tensors import ROTARY, Rule, ignored
 
 FORMAT = 3

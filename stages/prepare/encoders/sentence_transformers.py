@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime.model.pooler import HeadActivation, PoolingKind
+from pipeline.runtime.model.weight_headers import TensorEntry
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
 from pipeline.stages.prepare.shape import MAX_COUNT
 from pipeline.stages.prepare.sources.layout import SINGLE
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.weights.tensors import STORED, TensorEntry, float_rows, read_header
+from pipeline.stages.prepare.weights.tensors import STORED, float_rows, read_header
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.runtime.model.weight_headers import TensorEntry
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.quantized.packing import Array, Rows
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.weights.tensors import STORED, Shape, TensorEntry
+from pipeline.stages.prepare.weights.tensors import STORED, Shape
 
 FLOATS = tuple(STORED)
 EXPONENTS = ("F8_E8M0", "U8")

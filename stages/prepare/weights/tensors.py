@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import safe_open
 
 from pipeline.runtime.model.model_config import EXPERTS, ModelConfig, Piece
+from pipeline.runtime.model.weight_headers import TensorEntry
 from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, without_duplicates, wrong_file
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -39,15 +40,6 @@ MAX_DIMS = 16
 Shape = tuple[int, ...]
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor's entry in a safetensors header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-    """Begin and end in the file. In the header itself they are relative to the header's end."""
-
-
 class _RawEntry(msgspec.Struct):
     """Any entry of a header: a tensor's, or `__metadata__`, whose values are strings under arbitrary names."""
 
@@ -60,7 +52,7 @@ _header_decoder = msgspec.json.Decoder(dict[str, _RawEntry])
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file by name.
+    """The tensors of a file by name, with offsets from its beginning.
 
     Raises ModelError unless it is a complete safetensors file whose tensors have neither gaps nor overlaps.
     """

@@ -21,10 +21,11 @@ import numpy as np
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import format_key
+from pipeline.runtime.model.weight_headers import TensorEntry
 from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.progress import Report
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.weights.tensors import Shape, TensorEntry, first_pieces, float_rows
+from pipeline.stages.prepare.weights.tensors import Shape, first_pieces, float_rows
 
 Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "fp8"]
 Array = np.ndarray[Any, Any]

@@ -36,8 +36,6 @@ SUSPENDED_S = 3.0
 LONGEST_LOOK_S = 0.1
 """If more time is between two looks, the process was suspended. It does not count as waiting."""
 
-Words = np.ndarray[Any, np.dtype[np.int64]]
-
 
 class RankBoard:
     """Owned by the runner. Every wait has a deadline. Raises UserError if the shared memory can't be had."""
