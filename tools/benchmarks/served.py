@@ -11,9 +11,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 
 from pipeline.cli.bench.client import ServerError
@@ -29,23 +29,33 @@ START_S = 180.0
 STOP_S = 60.0
 """Time to drain and stop; then the server is killed."""
 HEALTH_S = 30.0
-POLL_S = 0.05
+POLL_S = 0.02
 NUM_LAST_LINES = 30
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 T = TypeVar("T", bound=OwnCounts)
 
 
 class Served:
     """`pipeline serve` on a free port, as a context manager. Its log goes to a file, because a full pipe would block
-    it. `root` is the working tree whose code runs. Raises UserError with the end of the log if it does not start."""
+    it. `root` is the working tree whose code runs, `module` what has its command line. Raises UserError with the end of
+    the log if it does not start."""
 
-    def __init__(self, *sets: str, options: tuple[str, ...] = (), root: Path = ROOT) -> None:
-        command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0", *options]
+    def __init__(
+        self,
+        *sets: str,
+        options: Sequence[str] = (),
+        root: Path = ROOT,
+        module: str = "pipeline",
+        environ: Mapping[str, str] = EMPTY,
+    ) -> None:
+        command = [sys.executable, "-m", module, "serve", "--set", "gateway.port=0", *options]
         for one in sets:
             command += ["--set", one]
         self.sets = sets
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed at exit
         self._admin: Admin | None = None
+        begun_s = time.monotonic()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -53,7 +63,7 @@ class Served:
                 stdout=subprocess.DEVNULL,
                 stdin=subprocess.DEVNULL,
                 cwd=root,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join((str(root), *_given_path()))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join((str(root), *_given_path())), **environ},
                 process_group=0,  # Ctrl-C in a terminal is for this program, which then stops the server
             )
         except BaseException:
@@ -61,6 +71,8 @@ class Served:
             raise
         try:
             line = self._wait_until_ready()
+            self.ready_s = time.monotonic() - begun_s
+            """From the start of the command to the line `ready`."""
             self.url = _found(r"ready on (http://[^\s\"]+)", line)
             self.zmq = _found(r"zmq\"?[=:]\"?([^\s\",]+)", line)
             (self.name,) = [name for name in find_servers() if name.startswith(f"{self._process.pid}-")]

@@ -17,9 +17,7 @@ these and twice what it takes alone, or if memory grew by more than a tenth afte
 
 import argparse
 import json
-import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -30,9 +28,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cli.profile.alone.chain import _wait_until_ready  # noqa: E402
 from pipeline.cli.profile.alone.clock import memory_bytes, used  # noqa: E402
-from pipeline.supervisor.admin.admin_client import Admin, find_servers  # noqa: E402
+from tools.benchmarks.served import Served, exit_code  # noqa: E402
 from tools.serving_bench.embedding_costs import Client, body_of  # noqa: E402
 
 MAX_READY_S = 1.5
@@ -43,49 +40,23 @@ TOKEN = 1000
 """Of the long text"""
 INPUTS = 64
 FIFTHS = 5
-STOP_S = 20.0
 
 
-class Server:
-    """Use as a context manager."""
-
-    def __init__(self, model: str, options: list[str]) -> None:
-        command = [sys.executable, "-m", "pipeline", "serve", "--port", "0", "--model", model, *options]
-        begun = time.monotonic()
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, cwd=ROOT)
-        self.address = _wait_until_ready(self._process)
-        self.ready_s = time.monotonic() - begun
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(STOP_S)
-
-    def _pids(self) -> list[int]:
-        (name,) = [name for name in find_servers() if name.startswith(f"{self._process.pid}-")]
-        with Admin(name) as admin:
-            return [self._process.pid, *(stage.pid for stage in admin.stats().stages)]
-
-    def cpu_s(self) -> float:
-        return sum(used(pid).cpu_s for pid in self._pids())
-
-    def memory_mib(self) -> float:
-        return sum(memory_bytes(pid)[0] for pid in self._pids()) / 1024**2
-
-    def max_model_len(self) -> int:
-        host, port = self.address
-        with urllib.request.urlopen(f"http://{host}:{port}/v1/models") as reply:
-            return int(json.load(reply)["data"][0]["max_model_len"])
+def _pids(server: Served) -> list[int]:
+    return [server.pid, *server.pids.values()]
 
 
-def starts(model: str, options: list[str]) -> tuple[float, float]:
+def max_model_len(server: Served) -> int:
+    with urllib.request.urlopen(f"{server.url}/v1/models") as reply:
+        return int(json.load(reply)["data"][0]["max_model_len"])
+
+
+def starts(options: list[str]) -> tuple[float, float]:
     """Seconds until ready, and of CPU until then."""
     found = []
     for _ in range(1 + NUM_STARTS):
-        with Server(model, options) as server:
-            found.append((server.ready_s, server.cpu_s()))
+        with Served(options=options) as server:
+            found.append((server.ready_s, sum(used(pid).cpu_s for pid in _pids(server))))
     ready, cpu = zip(*found[1:], strict=True)
     return min(ready), min(cpu)
 
@@ -114,10 +85,10 @@ class Delays(NamedTuple):
         return max(self.beside) <= max(self.long) + 2 * statistics.median(self.short)
 
 
-def delays(server: Server) -> Delays:
+def delays(server: Served) -> Delays:
     short = [json.dumps({"input": f"sea {number}"}).encode() for number in range(NUM_SHORT)]
-    long = json.dumps({"input": [[TOKEN] * server.max_model_len()]}).encode()
-    client, other = Client(server.address), Client(server.address)
+    long = json.dumps({"input": [[TOKEN] * max_model_len(server)]}).encode()
+    client, other = Client(server), Client(server)
     timed(client, short + [long] * 4)  # warm
     alone, stop, long_times = timed(client, short), threading.Event(), []
 
@@ -135,13 +106,13 @@ def delays(server: Server) -> Delays:
     return Delays(alone, long_times, beside)
 
 
-def memory_mib(server: Server, num_texts: int, num_words: int) -> list[float]:
-    client, found = Client(server.address), []
+def memory_mib(server: Served, num_texts: int, num_words: int) -> list[float]:
+    client, found = Client(server), []
     num = num_texts // INPUTS // FIFTHS
     for fifth in range(FIFTHS):
         for number in range(num):
             client.send([body_of(fifth * num + number, INPUTS, num_words)])
-        found.append(server.memory_mib())
+        found.append(sum(memory_bytes(pid)[0] for pid in _pids(server)) / 1024**2)
     return found
 
 
@@ -157,9 +128,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("serve", nargs="*", help="further options of serve, behind --")
     args = parser.parse_args()
-    ready, cpu = starts(args.model, args.serve)
+    options = ["--model", args.model, *args.serve]
+    ready, cpu = starts(options)
     print(f"ready    {ready:.2f} s, {cpu:.2f} s of CPU", flush=True)
-    with Server(args.model, args.serve) as server:
+    with Served(options=options) as server:
         found = delays(server)
         print(f"delay    short texts alone {summary(found.short)}")
         print(f"         beside long ones  {summary(found.beside)}; long ones {summary(found.long)}", flush=True)
@@ -170,4 +142,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("embedding_bounds", main))

@@ -13,24 +13,21 @@ is the kernel's, of all threads of a process.
 import argparse
 import http.client
 import json
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cli.profile.alone.chain import _wait_until_ready  # noqa: E402
 from pipeline.cli.profile.alone.clock import used  # noqa: E402
-from pipeline.supervisor.admin.admin_client import Admin, find_servers  # noqa: E402
+from tools.benchmarks.served import Served, exit_code  # noqa: E402
 
 MAX_MS = {64: 0.4, 1: 1.0}
 TEXT = "the sailor looked at the sea and thought of a story that his mother had heard from her own long ago"
-STOP_S = 20.0
 
 
 def body_of(number: int, num_inputs: int, num_words: int) -> bytes:
@@ -46,8 +43,8 @@ def body_of(number: int, num_inputs: int, num_words: int) -> bytes:
 class Client:
     """A connection of its own."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._connection = http.client.HTTPConnection(*address, timeout=60)
+    def __init__(self, server: Served) -> None:
+        self._connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
 
     def send(self, bodies: Sequence[bytes]) -> None:
         """Send them one after the other."""
@@ -62,13 +59,11 @@ class Client:
         self._connection.close()
 
 
-def measure(
-    address: tuple[str, int], pids: dict[str, int], num_inputs: int, num_words: int, total: int, num_clients: int
-) -> float:
+def measure(server: Served, num_inputs: int, num_words: int, total: int, num_clients: int) -> float:
     """Print the milliseconds of CPU that an input takes in each process, and return their sum."""
     bodies = [body_of(number, num_inputs, num_words) for number in range(total // num_inputs)]
     shares_of = [bodies[client::num_clients] for client in range(num_clients)]
-    clients = [Client(address) for _ in range(num_clients)]
+    clients, pids = [Client(server) for _ in range(num_clients)], server.pids | {"supervisor": server.pid}
     with ThreadPoolExecutor(num_clients) as threads:
         list(threads.map(Client.send, clients, [each[: max(1, len(each) // 5)] for each in shares_of]))
         before, begun = {name: used(pid) for name, pid in pids.items()}, time.monotonic()
@@ -94,35 +89,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("serve", nargs="*", help="further options of serve, behind --")
     args = parser.parse_args()
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "serve",
-        "--instant",
-        "--port",
-        "0",
-        "--model",
-        args.model,
-        *args.serve,
-    ]
     is_good = True
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, cwd=ROOT) as server:
-        try:
-            address = _wait_until_ready(server)
-            (name,) = [name for name in find_servers() if name.startswith(f"{server.pid}-")]
-            with Admin(name) as admin:
-                pids = {stage.name: stage.pid for stage in admin.stats().stages}
-            pids["supervisor"] = server.pid
-            for num_inputs in args.inputs:
-                total = args.total if num_inputs > 1 or args.clients > 1 else args.total // 8
-                cost = measure(address, pids, num_inputs, args.words, total, args.clients)
-                is_good &= cost <= MAX_MS.get(num_inputs, MAX_MS[1])
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(STOP_S)
+    with Served(options=["--instant", "--model", args.model, *args.serve]) as server:
+        for num_inputs in args.inputs:
+            total = args.total if num_inputs > 1 or args.clients > 1 else args.total // 8
+            cost = measure(server, num_inputs, args.words, total, args.clients)
+            is_good &= cost <= MAX_MS.get(num_inputs, MAX_MS[1])
     return 0 if is_good or not args.check else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("embedding_costs", main))

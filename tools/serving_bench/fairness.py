@@ -26,7 +26,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -41,6 +40,7 @@ from pipeline.client import protocol as p
 from pipeline.client.blocking_client import Client
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.stages.gateway.zmq import zmtp
+from tools.benchmarks.served import Served, exit_code
 
 MODEL = "SmolLM2-135M-Instruct"
 KEYS = FLOODER, OTHER = "sk-of-the-client-that-floods", "sk-of-the-other-client-here"
@@ -244,29 +244,7 @@ def settings(zmq: str) -> list[str]:
     return [f"gateway.zmq={zmq}", f"execute.kv_cache_bytes={192 * MIB}"]
 
 
-@contextlib.contextmanager
-def serving(zmq: str) -> Iterator[Address]:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    command = [sys.executable, "-m", "pipeline", "serve", "--set", f"gateway.port={port}"]
-    for setting in settings(zmq):
-        command += ["--set", setting]
-    process = subprocess.Popen(command, env=os.environ | {"PIPELINE_API_KEYS": ",".join(KEYS)}, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if b"ready on http" in line:
-                break
-        else:
-            raise SystemExit("the server did not start")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield Address(f"http://127.0.0.1:{port}", zmq)
-    finally:
-        process.terminate()
-        process.wait(TIMEOUT_S)
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--floods", nargs="+", choices=FLOODS, default=list(FLOODS), help="default: all")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the other key's requests (20)")
@@ -274,7 +252,8 @@ def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one:
         zmq = f"tcp://127.0.0.1:{one.getsockname()[1]}"
     print(f"{'flood':10} {'request of the other key':24} {'alone':>14} {'in the flood':>14} {'added':>6}")
-    with serving(zmq) as address:
+    with Served(*settings(zmq), environ={"PIPELINE_API_KEYS": ",".join(KEYS)}) as server:
+        address = Address(server.url, zmq)
         waits_of(address, 3)
         for name in arguments.floods:
             alone = waits_of(address, arguments.rounds)
@@ -289,7 +268,8 @@ def main() -> None:
                     f"{name:10} {probe:24} {columns[0]:>14} {columns[1]:>14} {medians[1] - medians[0]:6.1f}", flush=True
                 )
             time.sleep(3.0)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("fairness", main))

@@ -9,40 +9,12 @@ launcher costs throughput.
 """
 
 import argparse
-import contextlib
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[2]
-READY = "ready on "
-STOP_S = 60.0
-
-
-@contextlib.contextmanager
-def server(module: str, sets: list[str]) -> Iterator[str]:
-    """A server. Yields its URL."""
-    words = [word for one in ["gateway.port=0", *sets] for word in ("--set", one)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, "serve", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stderr is not None
-    try:
-        seen = []
-        for line in process.stderr:
-            seen.append(line)
-            if READY in line:
-                threading.Thread(target=process.stderr.read, daemon=True).start()
-                yield line.split(READY, 1)[1].split()[0]
-                return
-        raise SystemExit("the server ended:\n" + "".join(seen))
-    finally:
-        process.terminate()
-        process.wait(STOP_S)
+from tools.benchmarks.served import ROOT, Served, exit_code
 
 
 def tokens_per_s(url: str, concurrency: int, seconds: float) -> float:
@@ -63,11 +35,11 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of both servers")
     args = parser.parse_args()
     module = "tests.hosts.local_server" if args.without_ray else "pipeline"
-    with server("pipeline", args.set) as local, server(module, ["execute.launcher=ray", *args.set]) as remote:
+    with Served(*args.set) as local, Served("execute.launcher=ray", *args.set, module=module) as remote:
         for concurrency in args.concurrency:
             ratios = []
             for number in range(args.rounds + 1):
-                rates = [tokens_per_s(url, concurrency, args.seconds) for url in (local, remote)]
+                rates = [tokens_per_s(url, concurrency, args.seconds) for url in (local.url, remote.url)]
                 if number:  # the first round warms up
                     ratios.append(rates[1] / rates[0])
                     print(f"c={concurrency}: process {rates[0]:,.0f}, ray {rates[1]:,.0f} tok/s", flush=True)
@@ -76,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("launchers", main))

@@ -111,9 +111,9 @@ def table(architecture: str) -> dict[GemmShape, GemmConfig]:
     return {GemmShape(**entry["shape"]): GemmConfig(**entry["config"]) for entry in entries}
 
 
-def write_table(architecture: str, entries: dict[GemmShape, GemmConfig], measured_on: str) -> Path:
-    """Write measured configurations to the table that a release ships. Returns the file."""
-    path = FOLDER / f"{architecture}.json"
+def write_table(folder: Path, architecture: str, entries: dict[GemmShape, GemmConfig], measured_on: str) -> Path:
+    """Write measured configurations to a table, in `FOLDER` that which a release ships. Returns the file."""
+    path = folder / f"{architecture}.json"
     rows = [{"shape": asdict(shape), "config": asdict(config)} for shape, config in entries.items()]
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     path.parent.mkdir(exist_ok=True)

@@ -7,7 +7,6 @@ float64 product. Weights rotate through more memory than the L2 cache holds. Bat
 written after each product, so that an end before the last one loses nothing.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -233,10 +232,7 @@ def _write_table(context: Context, found: dict[Any, Any]) -> str:
     architecture = tuned.architecture(gpu.device())
     entries = {**tuned.table(architecture), **found}
     name = "interpreted" if context.interpreted else torch.cuda.get_device_name()
-    rows = [{"shape": asdict(shape), "config": asdict(config)} for shape, config in entries.items()]
     if context.task.out is None:
         return "no table without --out"
-    path = Path(context.task.out) / f"{architecture}.json"
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    path.write_text(f'{{\n  "measured_on": {json.dumps(name)},\n  "entries": [\n{lines}\n  ]\n}}\n')
+    path = tuned.write_table(Path(context.task.out), architecture, entries, name)
     return f"{len(entries)} entries in {path}"

@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_table_entry_is_used_and_its_neighbours_follow_the_rule(folder: Path) -> None:
     config = GemmConfig(8, 32, 256, 2, 8, 5)
-    path = tuned.write_table("none", {GemmShape("linear", 8, 960, 512, "bf16"): config}, "a machine")
+    path = tuned.write_table(folder, "none", {GemmShape("linear", 8, 960, 512, "bf16"): config}, "a machine")
     assert path.parent == folder
     assert json.loads(path.read_text())["measured_on"] == "a machine"
     sizes: dict[str, Any] = {"num_rows": 960, "num_columns": 512, "device": CPU}

@@ -1,7 +1,7 @@
 """Measures the ops of a gated delta layer in the CPU library: microseconds per token.
 
-python -m tools.delta_bench                          16 heads of 128 x 128, prompts of 512 tokens, one core
-python -m tools.delta_bench --rows 32 --tokens 1     a step of 32 sequences
+python -m tools.part_bench.delta                          16 heads of 128 x 128, prompts of 512 tokens, one core
+python -m tools.part_bench.delta --rows 32 --tokens 1     a step of 32 sequences
 """
 
 import argparse
