@@ -105,7 +105,6 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/fuzzing/fuzz_model_files.py": "copyfile copytree*2 mkdir*3 open rmtree*2",
         "tools/gpu_check/parent.py": "mkdir",
         "tools/gpu_check/readings.py": "open",
-        "tools/gpu_check/speed/tune.py": "write_text",
         "tools/tokenizer_vectors/__main__.py": "write_text",
     },
     "The hub's own cache, HF_HUB_CACHE, which huggingface_hub and other programs write in the same way.": {

@@ -154,8 +154,8 @@ class ForkServer:
         """Send an order. Returns None if there is no answer; then there is no fork server any more."""
         if self._process is None:
             return None
-        # Of the whole process, so no longer than an order: orphans of other stages become children of this one, and
-        # nobody waits for them.
+        # Of the whole process, so no longer than an order: orphans of other stages become children of this one, and are
+        # not waited for.
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
