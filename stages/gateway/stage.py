@@ -24,6 +24,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.log.log_file import dropped_log
 from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.pooler import LAST_TOKEN
 from pipeline.runtime.process import heap
 from pipeline.runtime.security.api_keys import Keys
 from pipeline.runtime.stage import Stage
@@ -100,7 +101,7 @@ class GatewayStage:
             formats=self.requests.formats,
             defaults=defaults,
             tasks=model.config.tasks,
-            pooler=model.config.pooler,
+            pooler=model.config.pooler or LAST_TOKEN,
             aliases=settings.aliases,
         )
         self._adapters = AdapterRegistry(stage, limits, self.requests.limited_log)

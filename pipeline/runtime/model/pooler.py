@@ -95,3 +95,7 @@ class Pooler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.pooling == "all":
             return ("token_classify",)
         return ("classify", "score") if self.classifier.num_labels == 1 else ("classify",)
+
+
+LAST_TOKEN = Pooler(pooling="last", width=0)
+"""Of a model that generates: it stores no pooler. The width of its embeddings is the model's."""

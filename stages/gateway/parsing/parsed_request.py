@@ -7,7 +7,7 @@ import msgspec
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.generation_config import GenerationDefaults
-from pipeline.runtime.model.pooler import Pooler, Task
+from pipeline.runtime.model.pooler import LAST_TOKEN, Pooler, Task
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.parsing.chat.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
@@ -30,8 +30,8 @@ class RequestLimits(msgspec.Struct):
     """Numbers of an embedding, or of an input's logits."""
     tasks: tuple[Task, ...] = ("generate", "embed")
     """What the model can be asked for."""
-    pooler: Pooler | None = None
-    """How it makes embeddings or logits; None for a model that generates."""
+    pooler: Pooler = LAST_TOKEN
+    """How it makes embeddings or logits."""
     caps: Caps = Caps()
     """The settings in `limits`."""
     formats: ChatFormats = ChatFormats()

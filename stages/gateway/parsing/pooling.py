@@ -20,7 +20,7 @@ from pipeline.client.protocol.request import (
 )
 from pipeline.client.protocol.sampling import Id
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.pooler import Task
+from pipeline.runtime.model.pooler import LAST_TOKEN, Task
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.errors import invalid, shown
 from pipeline.stages.gateway.parsing.build import check_task, priority_of
@@ -99,7 +99,7 @@ def pooling_request(
     truncate = check_truncate(fields.truncate_prompt_tokens, limits.max_prompt_tokens)
     prompts = make_prompts(most_ids(truncate, limits.max_prompt_tokens))
     check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, dialect, prompt_param)
-    side = fields.truncation_side or ("left" if limits.pooler is None else "right")
+    side = fields.truncation_side or ("left" if limits.pooler is LAST_TOKEN else "right")
     return ParsedRequest(
         dialect=dialect,
         model=model,
@@ -162,7 +162,7 @@ def embedding_options(
     """How vectors are returned. Raises ApiError if they can't have these dimensions."""
     _check_dimensions(dimensions, limits)
     if normalize is None:
-        normalize = limits.pooler is None or limits.pooler.normalize
+        normalize = limits.pooler.normalize
     return EmbeddingOptions(dimensions=dimensions, is_base64=is_base64, normalize=normalize)
 
 
@@ -201,13 +201,11 @@ def inputs_of(
 def prefix_of(limits: RequestLimits, *names: tuple[str, str | None]) -> str:
     """The prompt that goes before each text: the named one, or the model's default. Raises ApiError for a name that
     the model's files lack."""
-    pooler = limits.pooler
-    prompts = {} if pooler is None else pooler.prompts
+    prompts, default = limits.pooler.prompts, limits.pooler.default_prompt
     given = [(field, name) for field, name in names if name is not None]
     if len({name for _, name in given}) > 1:
         raise invalid(given[1][0], f"'{given[1][0]}' is not allowed together with another '{given[0][0]}'")
     if not given:
-        default = None if pooler is None else pooler.default_prompt
         return "" if default is None else prompts.get(default, "")
     field, name = given[0]
     if name in prompts:
@@ -222,9 +220,7 @@ def prefix_of(limits: RequestLimits, *names: tuple[str, str | None]) -> str:
 def _pooling_of(task: Task, given: str | None, limits: RequestLimits) -> m.Pooling:
     if task in ("token_embed", "token_classify"):
         return m.Pooling.ALL
-    if given is None:
-        given = "last" if limits.pooler is None else limits.pooler.pooling
-    return m.Pooling[given.upper()]
+    return m.Pooling[(given or limits.pooler.pooling).upper()]
 
 
 def _check_dimensions(dimensions: int | None, limits: RequestLimits) -> None:
@@ -236,7 +232,7 @@ def _check_dimensions(dimensions: int | None, limits: RequestLimits) -> None:
     if limits.hidden_size is not None and dimensions > limits.hidden_size:
         message = f"'dimensions' must be at most {limits.hidden_size}, the length of an embedding, not {dimensions}"
         raise invalid("dimensions", message, "invalid_value")
-    known = None if limits.pooler is None else limits.pooler.matryoshka_dimensions
-    if known is not None and dimensions not in (*known, limits.pooler.width):  # type: ignore[union-attr]
+    known = limits.pooler.matryoshka_dimensions
+    if known is not None and dimensions not in (*known, limits.pooler.width):
         sizes = ", ".join(map(str, sorted(known)))
         raise invalid("dimensions", f"'dimensions' must be one of {sizes}, not {dimensions}", "invalid_value")

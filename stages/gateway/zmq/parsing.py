@@ -100,7 +100,7 @@ def _pooled(
         raise invalid("pooling", f"'pooling' is not allowed with task = {request.task}", "invalid_value")
 
     kwargs, instruction = "", request.instruction
-    has_template = request.pair is not None and limits.pooler is not None and limits.pooler.pairs is not None
+    has_template = request.pair is not None and limits.pooler.pairs is not None
     if request.pair is not None:
         if instruction is None and has_template and request.prompt_name is not None:
             instruction = prefix_of(limits, ("prompt_name", request.prompt_name))

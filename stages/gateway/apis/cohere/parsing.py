@@ -142,7 +142,7 @@ def _prompt_of(input_type: str | None, limits: RequestLimits) -> str | None:
     """The name of a prompt of the model."""
     if input_type is None or (meant := PROMPTS.get(input_type)) is None:
         return input_type
-    has = {} if limits.pooler is None else {name.casefold(): name for name in limits.pooler.prompts}
+    has = {name.casefold(): name for name in limits.pooler.prompts}
     return next((has[name] for name in meant if name in has), None)
 
 

@@ -105,7 +105,7 @@ def task_request(
 
 
 def _classifier_of(limits: RequestLimits) -> Classifier:
-    assert limits.pooler is not None and limits.pooler.classifier is not None, "it has a task of classifiers"
+    assert limits.pooler.classifier is not None, "it has a task of classifiers"
     return limits.pooler.classifier
 
 

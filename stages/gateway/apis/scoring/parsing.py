@@ -47,7 +47,7 @@ def parse_rerank(body: bytes, limits: RequestLimits, *, is_cohere: bool = False)
     pairing = pairing_of(1, decoded.model, limits, decoded.use_activation)
     names = "query", "documents"
     dialect = RerankDialect(pairing, names, texts if returns else None, decoded.top_n or len(texts))
-    prompts = {} if limits.pooler is None else limits.pooler.prompts
+    prompts = limits.pooler.prompts
     return score_request(
         decoded,
         dialect,

@@ -35,7 +35,7 @@ def pairing_of(num_first: int, model: str | None, limits: RequestLimits, use_act
     if "score" not in limits.tasks and "embed" in limits.tasks:
         return Pairing(num_first)
     check_task("score", model, limits)
-    assert limits.pooler is not None and limits.pooler.classifier is not None
+    assert limits.pooler.classifier is not None
     return Pairing(0, "identity" if use_activation is False else limits.pooler.classifier.activation)
 
 
@@ -73,7 +73,7 @@ def score_request(
         message = "'instruction' and 'chat_template_kwargs' need a reranker that reads pairs of texts, not embeddings"
         raise invalid("instruction", message)
     # As sentence-transformers does; a template of pairs has it as the instruction.
-    default = "" if limits.pooler is None or limits.pooler.pairs is not None else prefix_of(limits)
+    default = "" if limits.pooler.pairs is not None else prefix_of(limits)
     num = len(second) + pairing.num_first
     check_num_inputs(num, names[1], limits)
 
