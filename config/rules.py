@@ -30,30 +30,41 @@ def contradictions(settings: Settings) -> list[str]:
             )
     problems += hf_overrides.problems_of(settings.hf_overrides)
     problems += _key_problems(settings)
+    problems += _gateway_problems(settings)
+    problems += _arithmetic_problems(settings)
+    problems += _speculation_problems(settings)
+    problems += _rank_problems(settings)
+    problems += _host_problems(settings)
+    if settings.lora.max_cpu_loras and settings.lora.max_cpu_loras < settings.lora.max_loras:
+        problems.append(
+            f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"
+        )
+    problems += _name_problems(settings)
+    return problems + _swap_problems(settings)
+
+
+def _gateway_problems(settings: Settings) -> list[str]:
     gateway = settings.gateway
-    if gateway.replicas > gateway.max_open_sequences:
-        problems.append(
-            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_sequences = "
-            f"{gateway.max_open_sequences} equally, and each needs one at least"
-        )
-    if gateway.replicas > gateway.max_open_tokens:
-        problems.append(
-            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_tokens = {gateway.max_open_tokens} "
-            "equally, and each needs one at least"
-        )
-    if gateway.replicas * MIN_OPEN_BYTES > gateway.max_open_bytes:
-        problems.append(
-            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_bytes = {gateway.max_open_bytes} "
-            f"equally, and each needs {MIN_OPEN_BYTES} at least"
-        )
-    if problem := zmq_setting.problem_of(settings.gateway.zmq):
+    shared = {"max_open_sequences": 1, "max_open_tokens": 1, "max_open_bytes": MIN_OPEN_BYTES}
+    problems = [
+        f"gateway.replicas: {gateway.replicas} gateways share gateway.{key} = {getattr(gateway, key)} equally, and "
+        f"each needs {least} at least"
+        for key, least in shared.items()
+        if gateway.replicas * least > getattr(gateway, key)
+    ]
+    if problem := zmq_setting.problem_of(gateway.zmq):
         problems.append(problem)
     problems += browsers.problems_of(gateway.allowed_hosts, gateway.allowed_origins)
     problems += browsers.cors_problems(gateway.allowed_methods, gateway.allowed_headers)
     for key, path in (("ssl_keyfile", gateway.ssl_keyfile), ("ssl_ca_certs", gateway.ssl_ca_certs)):
         if path and not gateway.ssl_certfile:
             problems.append(f"gateway.{key}: needs the server's certificate in gateway.ssl_certfile")
-    execute = settings.execute
+    return problems
+
+
+def _arithmetic_problems(settings: Settings) -> list[str]:
+    """What the kernels of a device don't compute."""
+    execute, problems = settings.execute, []
     if execute.device == "cuda" and execute.kernels != "auto":
         problems.append(
             f"execute.kernels: {execute.kernels!r} computes on a CPU, and execute.device is 'cuda': leave it at 'auto'"
@@ -68,15 +79,7 @@ def contradictions(settings: Settings) -> list[str]:
             f"quantization: {settings.quantization!r} is made while the weights of a GPU are loaded, and "
             "execute.device is 'cpu': 'q8_0' and 'q4_1' are 8 and 4 bits there"
         )
-    problems += _speculation_problems(settings)
-    problems += _rank_problems(settings)
-    problems += _host_problems(settings)
-    if settings.lora.max_cpu_loras and settings.lora.max_cpu_loras < settings.lora.max_loras:
-        problems.append(
-            f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"
-        )
-    problems += _name_problems(settings)
-    return problems + _swap_problems(settings)
+    return problems
 
 
 def _swap_problems(settings: Settings) -> list[str]:
