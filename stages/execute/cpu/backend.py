@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline import torch_needed
 from pipeline.config.settings import Settings
@@ -31,6 +31,9 @@ from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.ranks.share import share_of, unevenness
+
+if TYPE_CHECKING:
+    from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 
 
 class Library(NamedTuple):
@@ -77,10 +80,13 @@ def make_program(
     ranks: RankGroup | None = None,
     part: Part | None = None,
     link: PPLink | None = None,
+    *,
+    torch_program: "type[TorchProgram] | None" = None,
 ) -> Program:
-    """An empty program of the native library, or of torch if that is None. The library keeps packed matrices in
-    `panels`. Without `lora`, no adapters can be loaded. With `ranks`, it is the program of a rank. With a `part`, it
-    has only these layers, and with a `link` to other stages, it shows there how far it is."""
+    """An empty program of the native library, or of torch if that is None: a `torch_program`, by default TorchProgram.
+    The library keeps packed matrices in `panels`. Without `lora`, no adapters can be loaded. With `ranks`, it is the
+    program of a rank. With a `part`, it has only these layers, and with a `link` to other stages, it shows there how
+    far it is."""
     if library is None:
         # Imported here: the CPU library needs no torch, whose import takes most of a start.
         import torch
@@ -88,7 +94,8 @@ def make_program(
         from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 
         torch.set_num_threads(num_threads)
-        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)
+        make = torch_program or TorchProgram
+        return make(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)
     activations = settings.execute.activations
     assert activations != "auto", "the runner has chosen"
     return NativeProgram(
