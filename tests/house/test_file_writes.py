@@ -30,7 +30,7 @@ REASONS: dict[str, dict[str, str]] = {
         "pipeline/runtime/files/private_files.py": "O_CREAT O_RDWR O_TMPFILE O_WRONLY*2 unlink*2",
     },
     "Inside an `OpenFolder`, or relative to its descriptor.": {
-        "pipeline/cli/cache/entries.py": "O_RDWR rmtree unlink*2",
+        "pipeline/cli/cache/entries.py": "rmtree unlink*2",
         "pipeline/lora/adapter_file.py": "open replace unlink*2",
         "pipeline/runtime/log/log_file.py": "O_CREAT O_WRONLY rename",
         "pipeline/supervisor/crashes/crash_reports.py": "mkdir rename rmtree*2",

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import own_files
-from pipeline.cli.cache.entries import _is_locked
 from pipeline.kernels.cpu.build import _try_lock
 from pipeline.own_files import OpenFolder, open_lock
-from pipeline.runtime.model.model_folder import STAMP, hold, is_held
+from pipeline.runtime.model.model_folder import STAMP, hold, is_held, is_locked
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -46,7 +45,7 @@ def test_what_others_put_in_place_of_a_lock_is_an_error(
     num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(OSError):
         lock(path)
-    assert not _is_locked(path)
+    assert not is_locked(path)
     assert victim.read_text() == "precious" and not (tmp_path / "none").exists()
     assert len(os.listdir("/proc/self/fd")) == num_open  # noqa: PTH208
 

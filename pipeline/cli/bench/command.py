@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,10 @@ from pipeline.cli.bench.loop import ClosedLoop, Level, LoadPlan
 from pipeline.cli.bench.measure import Summary, summarize
 from pipeline.cli.bench.options import Length, Workload, given_options, workload_of
 from pipeline.cli.bench.plot.results import NamedResult, chart_of, read_results
-from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_json, as_text, console
+from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_text, console
 from pipeline.cli.bench.tasks import prompt_of
 from pipeline.cli.complain import complain
+from pipeline.cli.json_output import require_json_writable, write_json
 from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.config.load import ConfigError
 from pipeline.runtime.security.api_keys import keep_out_of_core_dumps, of_client
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return _draw(args)
     workload = workload_of(args)
     _check(workload)
-    if args.json and args.json != "-":
-        require_writable(Path(args.json), "--json")
+    require_json_writable(args.json)
     if args.plot:
         require_writable(Path(args.plot), "--plot")
     measured = Measured()
@@ -63,14 +62,8 @@ def run(args: argparse.Namespace) -> int:
         of = len(workload.concurrencies) * len(workload.temperatures)
         complain("pipeline bench", f"{len(levels)} of {of} levels were measured; this is their report", "warning")
     report = BenchReport(args.url, measured.model, VERSION, workload, levels, is_complete=code == 0)
-    if args.json == "-":
-        sys.stdout.buffer.write(as_json(report))
-    else:
-        screen = console(TABLE_WIDTH)
-        screen.print(as_text(report, screen.width))
-        if args.json:
-            with writing(Path(args.json), "--json"):
-                write_output(Path(args.json), as_json(report))
+    screen = console(TABLE_WIDTH)
+    write_json(args.json, report, lambda: screen.print(as_text(report, screen.width)))
     if args.plot:
         _write_chart(args.plot, [NamedResult(report.model, report)])
     for level in report.levels:

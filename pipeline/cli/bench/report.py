@@ -32,11 +32,6 @@ class BenchReport(msgspec.Struct, frozen=True):
     """False if the run was interrupted, or the server died: some levels are missing."""
 
 
-def as_json(report: BenchReport) -> bytes:
-    """The report as indented JSON, with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
 def as_text(report: BenchReport, width: int = TABLE_WIDTH) -> RenderableType:
     """Tables with a column for each concurrency and temperature, at most `width` wide, and no wider than
     `TABLE_WIDTH`."""

@@ -1,6 +1,5 @@
 """The entries of the cache on disk. See stages/prepare/cache.py for its layout."""
 
-import fcntl
 import importlib
 import os
 import re
@@ -17,9 +16,9 @@ from pipeline.cli.server_choice import look
 from pipeline.config.settings import Settings
 from pipeline.own_files import OpenFolder
 from pipeline.runtime.files.cache_path import CRASHES
-from pipeline.runtime.files.regular_files import open_regular, read_regular
+from pipeline.runtime.files.regular_files import read_regular
 from pipeline.runtime.model.draft_link import DRAFTS
-from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, STAMP, is_held
+from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, STAMP, is_held, is_locked
 from pipeline.supervisor.admin.admin_client import find_servers
 
 CACHE = "pipeline.stages.prepare.cache"
@@ -140,23 +139,11 @@ def _folder(path: Path, starting_s: float) -> Entry:
     in_use = False
     if path.name.startswith(PARTIAL):
         kind = "unfinished"
-        in_use = _is_locked(path.with_name(f".lock-{path.name.removeprefix(PARTIAL)}"))
+        in_use = is_locked(path.with_name(f".lock-{path.name.removeprefix(PARTIAL)}"))
     elif (path / STAMP).is_file():
         kind = "model" if path.name.startswith("model-") else "wheel" if path.name.startswith("wheel-") else "other"
         in_use = kind != "other" and (is_held(path) or used_s >= starting_s)
     return Entry(path.name, kind, str(path), _size(path), used_s, _source(path), in_use)
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process holds a lock of the cache: it is filling the entry."""
-    try:
-        with os.fdopen(open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _kernels(folder: Path) -> Iterator[Entry]:

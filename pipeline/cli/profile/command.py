@@ -6,14 +6,13 @@ stage's process does.
 
 import argparse
 import importlib
-import sys
 from pathlib import Path
 
 from pipeline import torch_needed
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable, write_output, writing
+from pipeline.cli.json_output import require_json_writable, write_json
 from pipeline.cli.profile.options import plan_of
-from pipeline.cli.profile.report import as_json, as_tables, console, stack_width
+from pipeline.cli.profile.report import as_tables, console, stack_width
 from pipeline.cli.profile.results import Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.load import ConfigError
@@ -39,8 +38,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         )
     if plan.layers is not None:
         _check_layers(plan)
-    if args.json and args.json != "-":
-        require_writable(Path(args.json), "--json")
+    require_json_writable(args.json)
     open_log("profile", settings.log_level)
     try:
         if (problem := gpu.why_none(settings) or torch_needed.why_missing(settings)) is not None:
@@ -51,15 +49,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     except UserError as error:
         complain("pipeline profile", error)
         return 1
-    if args.json == "-":
-        sys.stdout.buffer.write(as_json(profile))
-        return 0
     screen = console()
-    for part in as_tables(profile, stack_width(screen)):
-        screen.print(part, markup=False)
-    if args.json:
-        with writing(Path(args.json), "--json"):
-            write_output(Path(args.json), as_json(profile))
+
+    def show() -> None:
+        for part in as_tables(profile, stack_width(screen)):
+            screen.print(part, markup=False)
+
+    write_json(args.json, profile, show)
     return 0
 
 

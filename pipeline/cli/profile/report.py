@@ -25,11 +25,6 @@ STEP_HEADINGS = (
 )
 
 
-def as_json(profile: Profile) -> bytes:
-    """The profile as indented JSON, with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
-
-
 def as_tables(profile: Profile, width: int | None = None) -> list[Table | str]:
     """Tables of the ops of each step (if known), of all steps, and of the machine. With `width`, columns that do not
     fit it are stacked."""

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from pipeline.cli.complain import complain
+from pipeline.cli.json_output import as_json
 from pipeline.cli.out_file import PRIVATE, output, require_writable, write_output, writing
 from pipeline.cli.replay.signals import signals_as_interrupt
 from pipeline.cli.server_choice import choose_server
@@ -149,7 +150,7 @@ def _write_profile(path: Path, profile: ReplicaProfile) -> int:
         )
         return FAILED
     with writing(path, "--replica"):
-        write_output(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+        write_output(path, as_json(profile))
     print(f"{path}: the speed and the size of the server")
     return 0
 

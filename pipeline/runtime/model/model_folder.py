@@ -77,8 +77,13 @@ def hold(folder: Path) -> BinaryIO | None:
 
 def is_held(folder: Path) -> bool:
     """Whether a process has marked the folder with `hold`."""
+    return is_locked(folder / STAMP)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock of a file. False if there is none."""
     try:
-        with os.fdopen(open_regular(folder / STAMP, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
+        with os.fdopen(open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -18,7 +18,8 @@ from pipeline.cli.bench.options import Length, Workload
 from pipeline.cli.bench.plot import scales
 from pipeline.cli.bench.plot.chart import Chart, Row
 from pipeline.cli.bench.plot.panels import Bar, BarPanel, Line, LinePanel, as_value
-from pipeline.cli.bench.report import BenchReport, as_json
+from pipeline.cli.bench.report import BenchReport
+from pipeline.cli.json_output import as_json
 from tests.cli.fake_server import FakeServer
 
 SVG = "{http://www.w3.org/2000/svg}"

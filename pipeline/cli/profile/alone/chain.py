@@ -14,13 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable, write_output, writing
+from pipeline.cli.json_output import require_json_writable, write_json
 from pipeline.cli.profile.alone.clock import ProcessTimes, used
 from pipeline.cli.profile.alone.command import Tell, progress_of
 from pipeline.cli.profile.alone.http import Sink
@@ -68,24 +67,20 @@ class ChainProfile(msgspec.Struct, frozen=True):
 def run(args: argparse.Namespace, options: list[str]) -> int:
     """Measure and report. `options` are those of `pipeline serve`. Returns 1 if the server fails. Raises
     ConfigError."""
-    if args.json and args.json != "-":
-        require_writable(Path(args.json), "--json")
+    require_json_writable(args.json)
     try:
         with progress_of("chain") as tell:
             result = measure(options, args.streams, args.tokens, args.seconds, args.warmup, tell)
     except UserError as error:
         complain("pipeline profile", error)
         return 1
-    data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
-    if args.json == "-":
-        sys.stdout.buffer.write(data)
-        return 0
     screen = console()
-    screen.print(_title(result), soft_wrap=True)
-    screen.print(_table(result))
-    if args.json:
-        with writing(Path(args.json), "--json"):
-            write_output(Path(args.json), data)
+
+    def show() -> None:
+        screen.print(_title(result), soft_wrap=True)
+        screen.print(_table(result))
+
+    write_json(args.json, result, show)
     return 0
 
 

@@ -1,16 +1,15 @@
 """`pipeline profile gateway`, `ingest`, `schedule` and `detokenize`: run the measurement and print the report."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 from rich.progress import BarColumn, Progress, TextColumn
 
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable, write_output, writing
+from pipeline.cli.json_output import require_json_writable, write_json
+from pipeline.cli.out_file import require_writable
 from pipeline.cli.profile.alone.measure import measure
 from pipeline.cli.profile.alone.result import as_table
 from pipeline.cli.profile.command import prepare
@@ -25,9 +24,8 @@ Tell = Callable[[str, float], None]
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Measure and report. Returns 1 if the stage fails. Raises ConfigError."""
-    outputs = {"--json": None if args.json in (None, "-") else Path(args.json)}
-    outputs |= {"--flame": args.flame, "--trace": args.trace}
-    for option, path in outputs.items():
+    require_json_writable(args.json)
+    for option, path in {"--flame": args.flame, "--trace": args.trace}.items():
         if path is not None:
             require_writable(path, option)
     open_log("profile", "warning")
@@ -48,16 +46,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     except UserError as error:
         complain("pipeline profile", error)
         return 1
-    data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
-    if args.json == "-":
-        sys.stdout.buffer.write(data)
-        return 0
     screen = console()
-    for part in as_table(result):
-        screen.print(part, markup=False)
-    if args.json:
-        with writing(Path(args.json), "--json"):
-            write_output(Path(args.json), data)
+
+    def show() -> None:
+        for part in as_table(result):
+            screen.print(part, markup=False)
+
+    write_json(args.json, result, show)
     return 0
 
 

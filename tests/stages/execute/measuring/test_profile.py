@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.cli.profile.report import as_json
+from pipeline.cli.json_output import as_json
 from pipeline.cli.profile.results import Case, MachineRates, Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.cli.profile.report import as_json, as_tables, console
+from pipeline.cli.json_output import as_json
+from pipeline.cli.profile.report import as_tables, console
 from pipeline.cli.profile.results import Case, Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
