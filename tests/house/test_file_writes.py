@@ -69,6 +69,7 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/gpu_check/servers/features.py": "link mkdir symlink_to",
         "tools/gpu_check/servers/ranks.py": "mkdir write_text",
         "tools/soak/adapters.py": "mkdir save_file write_text",
+        "tools/soak/turns/server.py": "mkdir write_text",
     },
     "A file of the kernel or a device: /dev/null, /proc.": {
         "kernels/cpu/compile_ahead.py": "write_bytes",

@@ -39,7 +39,7 @@ T = TypeVar("T", bound=OwnCounts)
 class Served:
     """`pipeline serve` on a free port, as a context manager. Its log goes to a file, because a full pipe would block
     it. `root` is the working tree whose code runs, `module` what has its command line. Raises UserError with the end of
-    the log if it does not start."""
+    the log if it does not start. A server of several models has no stats here, and no `pids`."""
 
     def __init__(
         self,
@@ -75,11 +75,12 @@ class Served:
             """From the start of the command to the line `ready`."""
             self.url = _found(r"ready on (http://[^\s\"]+)", line)
             self.zmq = _found(r"zmq\"?[=:]\"?([^\s\",]+)", line)
-            (self.name,) = [name for name in find_servers() if name.startswith(f"{self._process.pid}-")]
-            self._admin = Admin(self.name)
             self.pid = self._process.pid
-            stats = self._admin.stats()
-            self.pids = {stage.name: stage.pid for stage in stats.stages}
+            self.pids = {}
+            names = [name for name in find_servers() if name.startswith(f"{self.pid}-")]
+            if len(names) == 1:
+                self._admin = Admin(names[0])
+                self.pids = {stage.name: stage.pid for stage in self._admin.stats().stages}
         except BaseException:
             self.__exit__()
             raise

@@ -194,9 +194,17 @@ class Sleeper:
     def _fall_asleep(self) -> None:
         num_bytes = sum(one.num_bytes for one in self._saved.values())
         save_s = max(one.took_s for one in self._saved.values())
+        saved_s = time.monotonic()
         self._leave()
-        took_s = time.monotonic() - self._began_s
-        fields = {"saved": size_words(num_bytes), "save_s": f"{save_s:.2f}", "took_s": f"{took_s:.2f}"}
+        now_s = time.monotonic()
+        took_s = now_s - self._began_s
+        seconds = {
+            "step_s": max(0.0, saved_s - self._began_s - save_s),  # until no step was in flight
+            "save_s": save_s,
+            "end_s": now_s - saved_s,
+            "took_s": took_s,
+        }
+        fields = {"saved": size_words(num_bytes), **{name: f"{value:.2f}" for name, value in seconds.items()}}
         self._log.info("asleep", extra={"fields": fields})
         counts = self.counts
         self.counts = msgspec.structs.replace(
