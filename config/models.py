@@ -17,7 +17,7 @@ A model's settings are those of the file's top with its table on them. `--model 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -221,11 +221,20 @@ def _shared_keys(table: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _double_names(models: Mapping[str, Settings]) -> list[str]:
-    """Names and aliases that two models have."""
+    """Names, aliases and adapters that two models have."""
     owners: dict[str, str] = {name: name for name in models}
     return [
-        f"[{MODELS}.{name}]: aliases: {alias!r} is a name of {owner} already"
+        f"[{MODELS}.{name}]: {key}: {other!r} is a name of {owner} already"
+        for key, others_of in (("aliases", _aliases), ("lora.adapters", _adapters))
         for name, settings in models.items()
-        for alias in settings.aliases
-        if (owner := owners.setdefault(alias, name)) != name or alias == name
+        for other in others_of(settings)
+        if (owner := owners.setdefault(other, name)) != name or other == name
     ]
+
+
+def _aliases(settings: Settings) -> Iterable[str]:
+    return settings.aliases
+
+
+def _adapters(settings: Settings) -> Iterable[str]:
+    return settings.lora.adapters

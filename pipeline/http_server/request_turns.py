@@ -53,8 +53,12 @@ class RequestTurns:
 
     async def take(self, request: web.BaseRequest) -> None:
         """Wait for the request's turn."""
+        await self.take_of(current_scope() or client_address(request.transport))
+
+    async def take_of(self, scope: str) -> None:
+        """Wait for the turn of one of this scope."""
         if self._num_begun >= NUM_REQUESTS or self._queue:
-            await self._wait(current_scope() or client_address(request.transport))
+            await self._wait(scope)
         else:
             self._begin()
 

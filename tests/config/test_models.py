@@ -76,6 +76,10 @@ def test_a_key_of_the_whole_server_is_refused_in_a_models_table(tmp_path: Path) 
         ("[models.a]\nmodel = '/a'\nmax_modle_len = 1\n", "did you mean max_model_len?"),
         ("[models.a]\nmodel = '/a'\n[models.a.schedule]\nblock_size = 0\n", "[models.a]: schedule.block_size: needs"),
         ("[models.a]\nmodel = '/a'\n[models.b]\nmodel = '/b'\naliases = ['a']\n", "'a' is a name of a already"),
+        (
+            "[models.a]\nmodel = '/a'\n[models.b]\nmodel = '/b'\n[models.b.lora.adapters]\na = '/x'\n",
+            "[models.b]: lora.adapters: 'a' is a name of a already",
+        ),
         ("[models.' x']\nmodel = '/a'\n", "a name has 1 to 128 letters"),
         ("models = 1\n", "has a table for each model"),
         ("[models]\na = 1\n", "models.a: is a table"),

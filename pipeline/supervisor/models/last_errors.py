@@ -2,6 +2,15 @@
 
 import logging
 
+MAX_CHARS = 1024
+"""Errors show texts of a model's files, and all models' share one packet to the gateway."""
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a text, in `MAX_CHARS`."""
+    half = MAX_CHARS // 2
+    return text if len(text) <= MAX_CHARS else f"{text[: half - 2]} ... {text[3 - half :]}"
+
 
 class LastErrors(logging.Handler):
     """Listens to a log."""
@@ -20,7 +29,7 @@ class LastErrors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if (model := self._models.get(record.threadName or "")) is not None:
-            self._last[model] = record.getMessage()
+            self._last[model] = shortened(record.getMessage())
 
     def of(self, model: str) -> str:
         """Empty if there is none."""

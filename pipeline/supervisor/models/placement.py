@@ -149,5 +149,5 @@ def _problem(num_bytes: int, occupants: Sequence[Occupant], memory_bytes: int) -
     words = f"it needs {size_words(num_bytes)}, and memory_bytes is {size_words(memory_bytes)}"
     if pinned:
         taken = size_words(sum(one.num_bytes for one in pinned))
-        words += f", of which pinned models ({', '.join(one.name for one in pinned)}) have {taken}"
+        words += f", of which pinned models have {taken}"  # not their names: a client may not know them
     return words

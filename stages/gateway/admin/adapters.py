@@ -115,7 +115,7 @@ class AdapterRegistry:
         """Convert an adapter, and let clients use it. Returns a message. Raises ApiError."""
         self._require_allowed()
         name, folder = body.lora_name, Path(body.lora_path)
-        if name == self._limits.model:
+        if name == self._limits.model or name in self._limits.aliases:
             raise invalid("lora_name", f"'lora_name' must not be {name!r}, which is the model itself", "invalid_value")
         if name in self._limits.adapters and not body.load_inplace:
             raise _taken(name)

@@ -5,6 +5,7 @@ body or ?model= ──► its model ──► loaded, if it is not ──► the
 
 import functools
 import time
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -13,10 +14,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import Settings
-from pipeline.http_server.access.key_accounts import KeyAccounts
+from pipeline.http_server import time_left
+from pipeline.http_server.access.guard import current_scope
+from pipeline.http_server.access.key_accounts import ACCOUNT, KeyAccounts
 from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader
 from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.apis.ollama import models as ollama
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.applications import Applications
@@ -25,6 +29,7 @@ from pipeline.stages.gateway.http.route import Route
 from pipeline.stages.gateway.models.model_fields import ModelFields, keep_s, model_fields_of
 from pipeline.stages.gateway.models.server import ModelsApi
 from pipeline.stages.gateway.models.table import ModelEntry, ModelTable
+from pipeline.stages.gateway.parsing import resumption
 
 STREAMS = ("chat_completions", "completions", "messages", "infill", "create_response")
 """Handlers whose streams are server-sent events."""
@@ -38,9 +43,7 @@ class ModelsApp(Applications):
         super().__init__(gateway, has_keys=accounts.keys is not None)
         self._table = table
         self._keep_alive_s = gateway.sse_keep_alive_s
-        self._max_waiting_bytes = gateway.max_open_bytes
-        self._waiting_bytes = 0
-        """Of bodies whose models are not loaded yet."""
+        self._accounts = accounts
         self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth)
         self._server = ModelsApi(table, self._bodies)
 
@@ -63,7 +66,10 @@ class ModelsApp(Applications):
     # ------------------------------------------------------------------------------------------------------ requests
 
     async def _by_body(self, route: Route, http_request: web.Request) -> web.StreamResponse:
-        """A request whose body has the model."""
+        """A request whose body has the model. One of a key that has used its limits loads nothing."""
+        if (account := self._accounts.of_scope(current_scope())) is not None and route.opens_request:
+            http_request[ACCOUNT] = account
+            account.check()
         folds_names = family_of(route.path).folds_names
         chosen = await self._read(http_request)
         name = chosen.model or (chosen.name if folds_names else None)
@@ -88,7 +94,8 @@ class ModelsApp(Applications):
 
     async def _read(self, http_request: web.Request) -> ModelFields:
         """Read the body, which is kept for the model's own handler. Raises ApiError."""
-        chosen, body = await self._bodies.parse(http_request, lambda body: (model_fields_of(body), body))
+        num = resumption.num_point_bytes(http_request.headers)
+        chosen, body = await self._bodies.parse(http_request, lambda body: (model_fields_of(body[num:]), body))
         http_request[KEPT_BODY] = body
         return chosen
 
@@ -98,13 +105,23 @@ class ModelsApp(Applications):
         name = http_request.query.get("model")
         if route.method != "GET":
             model = self._table.default() if name is None else self._table.find(name)
+            if route.handler == "load_lora_adapter":
+                return await self._load_adapter(route, http_request, model)
             return await self._serve(route, http_request, model)
         found = self._table.serving() or [self._table.default()]
         model = found[0] if name is None else self._table.find(name)
         if model.gateway is None or not model.serves:
-            message = f"the model '{model.name}' is not loaded: {waiting_words(model)}"
+            message = f"the model '{model.name}' is not loaded: {waiting_words(model, set())}"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, "model", "model_not_loaded")
         return await model.gateway.handler(route)(http_request)
+
+    async def _load_adapter(self, route: Route, http_request: web.Request, model: ModelEntry) -> web.StreamResponse:
+        """Load an adapter, whose name must not be another model's: requests choose both by their names."""
+        name = (await self._read(http_request)).lora_name
+        if not isinstance(name, str):  # the model's own stage says what is wrong
+            return await self._serve(route, http_request, model)
+        with self._table.adapter_name(model, name):
+            return await self._serve(route, http_request, model)
 
     async def _of_response(self, route: Route, http_request: web.Request) -> web.StreamResponse:
         """A request about a stored response, which a model that is loaded has."""
@@ -118,26 +135,22 @@ class ModelsApp(Applications):
     ) -> web.StreamResponse:
         """Have the model loaded, and its own handler answer. A stream of events has keep-alives meanwhile."""
         with self._table.use(model):
-            if not model.serves:
+            while not model.serves:
                 await self._wait(http_request, model, streams=streams and RESUMABLE not in http_request.headers)
             assert model.gateway is not None
             return await model.gateway.handler(route)(http_request)
 
     async def _wait(self, http_request: web.Request, model: ModelEntry, *, streams: bool) -> None:
-        """Wait until the model is loaded. Raises ApiError, 503, if too much waits already."""
-        num_bytes = len(http_request.get(KEPT_BODY, b""))
-        if self._waiting_bytes + num_bytes > self._max_waiting_bytes:
-            message = f"requests for models that are not loaded hold {self._waiting_bytes} bytes already"
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded")
-        self._waiting_bytes += num_bytes
-        try:
-            loaded = self._table.until_loaded(model)
-            if streams and self._keep_alive_s:
-                await wait_with_keep_alives(http_request, loaded, self._keep_alive_s, lambda: waiting_words(model))
-            else:
-                await loaded
-        finally:
-            self._waiting_bytes -= num_bytes
+        """Wait until the model is loaded. Raises ApiError as `ModelTable.until_loaded`."""
+        scope = current_scope() or client_address(http_request.transport)
+        left_s = time_left.of_headers(http_request.headers)
+        loaded = self._table.until_loaded(model, len(http_request.get(KEPT_BODY, b"")), scope, left_s)
+        seen = set(self._table.allowed_names(one.name for one in self._table.all()))  # a key may not know all
+        words = functools.partial(waiting_words, model, seen)
+        if streams and self._keep_alive_s:
+            await wait_with_keep_alives(http_request, loaded, self._keep_alive_s, words)
+        else:
+            await loaded
 
     # ------------------------------------------------------------------------------------- llama.cpp's router routes
 
@@ -164,12 +177,13 @@ class ModelsApp(Applications):
         return self._table.find(name)
 
 
-def waiting_words(model: ModelEntry) -> str:
-    """What a request of a model waits for."""
+def waiting_words(model: ModelEntry, seen: Collection[str]) -> str:
+    """What a request of a model waits for. Other models than those `seen` are not named."""
     status = model.status
     if not status.position:
         return f"the model is {model.state}"
-    others = f", after {', '.join(status.waits_for)}" if status.waits_for else ""
+    names = [name for name in status.waits_for if name in seen]
+    others = f", after {', '.join(names)}" if names else ""
     return f"the model waits to be loaded: position {status.position}{others}"
 
 

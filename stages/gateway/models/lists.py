@@ -11,13 +11,14 @@ from pipeline.stages.gateway.apis.ollama.types import OllamaModel, OllamaModelDe
 from pipeline.stages.gateway.models.table import ModelEntry
 
 
-def card_of(model: ModelEntry, created: int) -> dict[str, Any]:
-    """An entry of /v1/models: OpenAI's, vLLM's if it is loaded, and llama.cpp's `status`."""
+def card_of(model: ModelEntry, created: int, waits_for: list[str]) -> dict[str, Any]:
+    """An entry of /v1/models: OpenAI's, vLLM's if it is loaded, and llama.cpp's `status`. `waits_for` are the models
+    that it waits for and that the client may use."""
     card: dict[str, Any] = {"id": model.name, "object": "model", "created": created, "owned_by": "pipeline"}
     if model.serves:
         assert model.gateway is not None
         card |= msgspec.to_builtins(model.gateway.api.server.card())
-    return card | {"aliases": list(model.status.aliases), "status": status_of(model)}
+    return card | {"aliases": list(model.status.aliases), "status": status_of(model, waits_for)}
 
 
 def adapter_cards(model: ModelEntry, card: dict[str, Any]) -> list[dict[str, Any]]:
@@ -28,8 +29,9 @@ def adapter_cards(model: ModelEntry, card: dict[str, Any]) -> list[dict[str, Any
     return [card | {"id": one.name, "root": one.path, "parent": model.name, "aliases": []} for one in adapters]
 
 
-def status_of(model: ModelEntry) -> dict[str, Any]:
-    """The state, in `value` as in llama.cpp's router, and what is behind it."""
+def status_of(model: ModelEntry, waits_for: list[str]) -> dict[str, Any]:
+    """The state, in `value` as in llama.cpp's router, and what is behind it. `waits_for` are the models that may be
+    named."""
     status = model.status
     found: dict[str, Any] = {"value": model.state, "since": round(status.since_s, 3)}
     if status.state == "failed":
@@ -37,7 +39,7 @@ def status_of(model: ModelEntry) -> dict[str, Any]:
     if status.problem:
         found["problem"] = status.problem
     if status.position:
-        found |= {"position": status.position, "waits_for": list(status.waits_for)}
+        found |= {"position": status.position, "waits_for": waits_for}
         found |= {"waits_since": round(status.waits_since_s, 3)}
     if status.num_bytes:
         found["memory_bytes"] = status.num_bytes
@@ -72,6 +74,6 @@ async def running_of(model: ModelEntry) -> OllamaRunningModel:
 
 def health_of(model: ModelEntry, body: HealthBody | None) -> dict[str, Any]:
     """An entry of /health. `body` is what the server of this model alone would answer, if it serves."""
-    found = {"name": model.name, "state": model.state} | status_of(model)
+    found = {"name": model.name, "state": model.state} | status_of(model, list(model.status.waits_for))
     del found["value"]
     return found if body is None else found | {"health": msgspec.to_builtins(body)}

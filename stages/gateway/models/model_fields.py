@@ -24,6 +24,8 @@ class ModelFields(msgspec.Struct):
     """Ollama's"""
     ttl: Any = None
     """LM Studio's: seconds without a request after which the model is unloaded."""
+    lora_name: Any = None
+    """Of an adapter that is to be loaded."""
     stream: Any = None
     background: Any = None
     prompt: msgspec.Raw = msgspec.Raw()
@@ -50,9 +52,9 @@ def keep_s(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return min(float(value), MAX_KEEP_S)
+        return float(max(-1, min(value, MAX_KEEP_S)))  # an int may be larger than any float
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,12}", value, re.ASCII):
-        return min(float(value), MAX_KEEP_S)
+        return max(-1.0, min(float(value), MAX_KEEP_S))
     if isinstance(value, str) and _DURATION.fullmatch(value):
         seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(value))
         return -1.0 if value.startswith("-") else min(seconds, MAX_KEEP_S)

@@ -39,17 +39,18 @@ class ModelsApi:
         self._writing_metrics = WorkPool("writing metrics")
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:
-        cards = []
-        for model in self._table.allowed():
-            card = lists.card_of(model, self._created)
-            cards += [card, *lists.adapter_cards(model, card)]
-        return _json({"object": "list", "data": cards})
+        return _json({"object": "list", "data": [card for one in self._table.allowed() for card in self._cards(one)]})
+
+    def _cards(self, model: ModelEntry) -> list[dict[str, Any]]:
+        """Those of the model and its adapters that the client may use."""
+        card = lists.card_of(model, self._created, self._table.allowed_names(model.status.waits_for))
+        cards = [card, *lists.adapter_cards(model, card)]
+        return [one for one in cards if self._table.allows(model, one["id"])]
 
     async def model(self, http_request: web.Request) -> web.StreamResponse:
         name = http_request.match_info["model"]
-        model = self._table.find(name)
-        card = lists.card_of(model, self._created)
-        return _json(next((one for one in lists.adapter_cards(model, card) if one["id"] == name), card))
+        cards = self._cards(self._table.find(name))
+        return _json(next((one for one in cards if one["id"] == name), cards[0]))
 
     async def ollama_tags(self, http_request: web.Request) -> web.StreamResponse:
         return _json(OllamaModelList([await lists.tag_of(one, self._created) for one in self._table.allowed()]))

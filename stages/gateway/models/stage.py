@@ -45,7 +45,8 @@ from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models.app import ModelsApp
-from pipeline.stages.gateway.models.table import ModelTable, packet_sender
+from pipeline.stages.gateway.models.packet_sender import PacketSender
+from pipeline.stages.gateway.models.table import ModelTable
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN
 from pipeline.stages.gateway.stage import GatewayStage
 from pipeline.stages.gateway.zmq.server import ZmqServer
@@ -79,7 +80,8 @@ class ModelGateways:
         self.refusal_log = RefusalLog(self._log)
         self.access_log = AccessLog.of(launch.settings.access_log, self._accounts.name_of)
         self._dropped_log = dropped_log(self._log)
-        self._table = ModelTable(self._accounts, packet_sender(self._socket))
+        self._sender = PacketSender(self._socket)
+        self._table = ModelTable(self._accounts, self._sender.send, launch.settings.gateway)
         self._app = ModelsApp(self._table, launch.settings, self._accounts)
         self._stages: dict[int, asyncio.Task[None]] = {}
         """By the supervisor's number."""
@@ -119,6 +121,7 @@ class ModelGateways:
                 self._zmq_server.close()
                 await self._zmq_server.wait_closed()
             loop.remove_reader(self._socket.fileno())
+            self._sender.close()
             for task in self._stages.values():
                 task.cancel()
             await asyncio.gather(*self._stages.values(), return_exceptions=True)

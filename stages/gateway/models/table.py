@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-import socket
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.access.key_accounts import KeyAccounts
+from pipeline.http_server.errors import timeout_error
+from pipeline.http_server.request_turns import RequestTurns
 from pipeline.runtime.messages.models import (
     RETRY_S,
     FromSharedGateway,
@@ -23,7 +24,9 @@ from pipeline.runtime.messages.models import (
     ModelStatus,
     UnloadModel,
 )
-from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.runtime.security.api_keys import NO_SCOPE
+from pipeline.stages.gateway.errors import ApiError, invalid, shown
+from pipeline.stages.gateway.models.waiting_room import MESSAGE_PARTS, WaitingRoom
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
@@ -45,6 +48,8 @@ class ModelEntry:
         self.status = status
         self.gateway: GatewayStage | None = None
         """Its stage in this process; None if it has none."""
+        self.new_adapters: list[str] = []
+        """Those that are being loaded."""
         self.num_open = 0
         """Requests that are open, or wait until it is loaded."""
         self.is_busy = False
@@ -65,18 +70,33 @@ class ModelEntry:
         return "loaded" if self.serves and self.status.state != "sleeping" else self.status.state
 
     @property
+    def own_names(self) -> list[str]:
+        return [self.name, *self.status.aliases]
+
+    @property
+    def adapters(self) -> list[str]:
+        """Those of the settings, and those that clients have loaded."""
+        return [*self.status.adapters, *(() if self.gateway is None else self.gateway.limits.adapters)]
+
+    @property
     def names(self) -> list[str]:
         """All by which requests may choose it."""
-        adapters = [] if self.gateway is None else list(self.gateway.limits.adapters)
-        return [self.name, *self.status.aliases, *self.status.adapters, *adapters]
+        return [*self.own_names, *self.adapters]
 
 
 class ModelTable:
     """Finds the model of a request, and waits until it is loaded."""
 
-    def __init__(self, accounts: KeyAccounts, send: Callable[[FromSharedGateway], None]) -> None:
+    def __init__(
+        self, accounts: KeyAccounts, send: Callable[[FromSharedGateway], None], settings: GatewaySettings | None = None
+    ) -> None:
         """`send` tells the supervisor."""
+        settings = settings or GatewaySettings()
         self._accounts = accounts
+        self._room = WaitingRoom(settings, accounts.keys)
+        self._turns = RequestTurns()
+        """Of requests whose models are loaded now: all that wait for one go on at once."""
+        self._timeout_s = settings.request_timeout_s
         self._send = send
         self._models: dict[str, ModelEntry] = {}
         self._changed = asyncio.Event()
@@ -110,7 +130,7 @@ class ModelTable:
 
     def allowed(self, scope: str | None = None) -> list[ModelEntry]:
         """Those that the API key of a scope may use, by default the current request's, in the order of the settings."""
-        return [one for one in self._models.values() if any(self._allows(one, name, scope) for name in one.names)]
+        return [one for one in self._models.values() if any(self.allows(one, name, scope) for name in one.names)]
 
     def serving(self) -> list[ModelEntry]:
         """Those of `allowed` whose stages take requests."""
@@ -123,12 +143,21 @@ class ModelTable:
         """The model of this name, alias or adapter; Ollama's clients don't regard case, and append a tag. `scope` is
         that of the client's key, by default of the current request's. Raises ApiError, 404, also for one that the key
         may not use."""
-        wanted = _folded(name) if as_ollama else name
-        for one in self._models.values():
-            for known in one.names:
-                if (_folded(known) if as_ollama else known) == wanted and self._allows(one, known, scope):
+        found = self._named(name, lambda known: known == name, scope)
+        if found is None and as_ollama:
+            folded = _folded(name)
+            found = self._named(name, lambda known: _folded(known) == folded, scope)
+        if found is None:
+            raise self.unknown(name, scope)
+        return found
+
+    def _named(self, name: str, is_meant: Callable[[str], bool], scope: str | None) -> ModelEntry | None:
+        """Names of models come first: clients give adapters their names, and none may take a model's requests."""
+        for has in (lambda one: one.own_names, lambda one: one.adapters):
+            for one in self._models.values():
+                if any(is_meant(known) and self.allows(one, known, scope) for known in has(one)):
                     return one
-        raise self.unknown(name, scope)
+        return None
 
     def default(self, scope: str | None = None) -> ModelEntry:
         """The first one that the client may use. Raises ApiError, 404."""
@@ -138,7 +167,7 @@ class ModelTable:
 
     def of_connection(self, name: str | None, scope: str) -> ZmqModel:
         """The model of a ZeroMQ connection. Raises ApiError, 404."""
-        return ZmqTarget(self, self.default(scope) if name is None else self.find(name, scope=scope))
+        return ZmqTarget(self, self.default(scope) if name is None else self.find(name, scope=scope), scope)
 
     def unknown(self, name: str, scope: str | None = None) -> ApiError:
         """404, in OpenAI's words, with the names that there are."""
@@ -153,7 +182,27 @@ class ModelTable:
         names = ", ".join(f"'{one.name}'" for one in self.allowed()) or "none"
         return ApiError(HTTPStatus.BAD_REQUEST, f"'model' is required: models are {names}", "model", "missing_model")
 
-    def _allows(self, model: ModelEntry, name: str, scope: str | None = None) -> bool:
+    def allowed_names(self, names: Iterable[str]) -> list[str]:
+        """Of these models, those that the client may use."""
+        allowed = {one.name for one in self.allowed()}
+        return [name for name in names if name in allowed]
+
+    @contextlib.contextmanager
+    def adapter_name(self, model: ModelEntry, name: str) -> Iterator[None]:
+        """An adapter of this name is being loaded. Raises ApiError, 400, if the name is another model's, or of an
+        adapter of another one. A key that may not use the name learns nothing: the model's own stage refuses it."""
+        others = [one for one in self._models.values() if one is not model]
+        if self.allows(model, name) and any(name in one.names or name in one.new_adapters for one in others):
+            message = f"the name '{shown(name)}' is taken by another model or its adapter"
+            raise invalid("lora_name", message, "invalid_value")
+        model.new_adapters.append(name)
+        try:
+            yield
+        finally:
+            model.new_adapters.remove(name)
+
+    def allows(self, model: ModelEntry, name: str, scope: str | None = None) -> bool:
+        """Whether the API key of a scope, by default the current request's, may use the model by one of its names."""
         account = self._accounts.of_scope(current_scope() if scope is None else scope)
         allowed = () if account is None else account.key.models
         return not allowed or name in allowed or (name in model.status.aliases and model.name in allowed)
@@ -192,10 +241,23 @@ class ModelTable:
         self._send(UnloadModel(model.name))
 
     async def until_loaded(
-        self,
-        model: ModelEntry,
+        self, model: ModelEntry, num_bytes: int = 0, scope: str = NO_SCOPE, left_s: float = math.inf
     ) -> "GatewayStage":
-        """Have the model loaded, if it is not. Raises ApiError: 503 if it can't be."""
+        """Have the model loaded, if it is not, for a request that keeps `num_bytes` meanwhile and may take `left_s`.
+        Raises ApiError: 503 if it can't be, or if too much waits already, and 504 if it takes too long."""
+        timeout_s = min(self._timeout_s or math.inf, left_s)
+        with self._room.hold(num_bytes, scope):
+            try:
+                async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
+                    while True:
+                        gateway = await self._until_serves(model)
+                        await self._turns.take_of(scope)
+                        if model.serves:
+                            return gateway
+            except TimeoutError:
+                raise timeout_error(timeout_s) from None
+
+    async def _until_serves(self, model: ModelEntry) -> "GatewayStage":
         arrived_s, asked_s = time.time(), -1.0
         while not model.serves:
             status = model.status
@@ -220,9 +282,10 @@ class ModelTable:
 class ZmqTarget:
     """The `ZmqModel` of a connection to one of several."""
 
-    def __init__(self, table: ModelTable, model: ModelEntry) -> None:
+    def __init__(self, table: ModelTable, model: ModelEntry, scope: str) -> None:
         self._table = table
         self._model = model
+        self._scope = scope
 
     @property
     def _gateway(self) -> "GatewayStage":
@@ -246,25 +309,14 @@ class ZmqTarget:
     def is_loaded(self) -> bool:
         return self._model.serves
 
-    async def until_loaded(self) -> None:
-        await self._table.until_loaded(self._model)
+    async def until_loaded(self, num_bytes: int) -> None:
+        await self._table.until_loaded(self._model, MESSAGE_PARTS * num_bytes, self._scope)
 
     def use(self) -> contextlib.AbstractContextManager[None]:
         return self._table.use(self._model)
 
     def is_of(self, gateway: "GatewayStage") -> bool:
         return self._model.gateway is gateway
-
-
-def packet_sender(to_supervisor: socket.socket) -> Callable[[FromSharedGateway], None]:
-    """Sends messages. One that the supervisor does not take in time is lost with it."""
-    encoder = msgspec.msgpack.Encoder()
-
-    def send(message: FromSharedGateway) -> None:
-        with contextlib.suppress(OSError):
-            to_supervisor.send(encoder.encode(message))
-
-    return send
 
 
 def _folded(name: str) -> str:

@@ -122,7 +122,7 @@ class ZmqServer:
     async def _receive_large(self, peer: ClientPeer, data: bytes | bytearray) -> None:
         """As `_receive`, in a thread."""
         try:
-            await peer.model.until_loaded()
+            await peer.model.until_loaded(len(data))
             found = await self._large_messages.read(
                 data, peer.scope, lambda: self._limits_of(peer), lambda: self._refusal_of(peer)
             )
@@ -212,7 +212,7 @@ class ZmqServer:
         peer.scope = scope_of(hello, self._keys, needs_key=self._needs_key)
         peer.model = self._choose(hello.model, peer.scope)
         if not peer.model.is_loaded:  # the first one: what a client learns of it is not known before
-            self._wait(peer, HELLO, lambda: self._admit(peer, hello))
+            self._wait(peer, HELLO, lambda: self._admit(peer, hello), 0)
         else:
             self._admit(peer, hello)
 
@@ -245,7 +245,7 @@ class ZmqServer:
         request_id = message.request_id
         self._require_new(peer, request_id)
         if not peer.model.is_loaded:
-            self._wait(peer, request_id, lambda: self._handle(peer, message, data))
+            self._wait(peer, request_id, lambda: self._handle(peer, message, data), len(data))
             return
         begin_s = self._loop.time()
         account = self._accounts.of_scope(peer.scope)
@@ -271,16 +271,16 @@ class ZmqServer:
         task = self._tasks.create_task(self._run(peer, stream, begin_s))
         peer.streams[request_id] = stream, task
 
-    def _wait(self, peer: ClientPeer, request_id: int, then: Callable[[], None]) -> None:
-        """Have a client's model loaded first."""
-        peer.waiting[request_id] = self._tasks.create_task(self._when_loaded(peer, request_id, then))
+    def _wait(self, peer: ClientPeer, request_id: int, then: Callable[[], None], num_bytes: int) -> None:
+        """Have a client's model loaded first, for a message of this size."""
+        peer.waiting[request_id] = self._tasks.create_task(self._when_loaded(peer, request_id, then, num_bytes))
 
-    async def _when_loaded(self, peer: ClientPeer, request_id: int, then: Callable[[], None]) -> None:
+    async def _when_loaded(self, peer: ClientPeer, request_id: int, then: Callable[[], None], num_bytes: int) -> None:
         """Have a client's model loaded, and go on with its request, or with its hello."""
         error: ApiError | None = None
         try:
             with peer.model.use():
-                await peer.model.until_loaded()
+                await peer.model.until_loaded(num_bytes)
                 peer.waiting.pop(request_id, None)
                 then()
         except asyncio.CancelledError:

@@ -16,7 +16,7 @@ from tests.e2e.server import Server
 from tests.e2e.several.asking import GREEDY, ask, completion, error_of, states, statuses, until
 from tests.e2e.several.conftest import config
 
-KEY, OTHER_KEY = "sk-all", "sk-vectors"
+KEY, OTHER_KEY, SLOW_KEY = "sk-all", "sk-vectors", "sk-slow"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_zeromq_stream_goes_on_when_its_model_was_unloaded_under_it(small: Ser
 
 def test_a_model_that_can_never_fit_is_refused_with_the_reason(small: Server) -> None:
     status, body = error_of(small, "/v1/completions", {"model": "huge", "prompt": "x"})
-    assert status == 503 and "memory_bytes is 700MiB, of which pinned models (chat)" in body["error"]["message"]
+    assert status == 503 and "memory_bytes is 700MiB, of which pinned models have" in body["error"]["message"]
     assert statuses(small)["huge"]["failed"]
     assert completion(small, "chat")["choices"], "the others serve"
 
@@ -203,7 +203,7 @@ def test_lm_studios_ttl_unloads_a_model_that_is_idle(small: Server) -> None:
 @pytest.fixture(scope="module")
 def keyed(folders: Path) -> Iterator[Server]:
     """A server with API keys, one of which may use one model; none is loaded at the start."""
-    digests = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER_KEY)]
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER_KEY, SLOW_KEY)]
     top = f"""
 load_at_start = false
 idle_unload_s = 1
@@ -214,6 +214,10 @@ digest = "{digests[0]}"
 name = "vectors"
 digest = "{digests[1]}"
 models = ["vectors"]
+[[keys]]
+name = "slow"
+digest = "{digests[2]}"
+rpm = 1
 """
     with Server(config=config(folders, "keyed", top=top)) as server:
         yield server
@@ -239,6 +243,21 @@ def test_models_are_loaded_when_they_are_wanted_and_leave_when_they_are_not(keye
     assert ask(keyed, "/v1/completions", body, KEY)["model"] == "other"
     assert state("other") == "loaded"
     until(lambda: state("other") == "unloaded")
+
+
+def test_a_key_that_has_used_its_limit_loads_no_model(keyed: Server) -> None:
+    def state() -> str:
+        return next(one["status"]["value"] for one in ask(keyed, "/v1/models", key=KEY)["data"] if one["id"] == "other")
+
+    until(lambda: state() == "unloaded")
+    ask(keyed, "/v1/embeddings", {"model": "vectors", "input": "Hello"}, SLOW_KEY)
+    status, found = error_of(keyed, "/v1/completions", {"model": "other", "prompt": "x"}, SLOW_KEY)
+    assert status == 429 and found["error"]["code"] == "rate_limit_exceeded"
+    assert state() == "unloaded", "others have the memory"
+
+
+def test_a_time_that_no_float_can_hold_is_for_ever(keyed: Server) -> None:
+    assert ask(keyed, "/v1/embeddings", {"model": "vectors", "input": "Hello", "ttl": 10**400}, KEY)["data"]
 
 
 def test_a_model_sleeps_alone(folders: Path) -> None:

@@ -49,6 +49,7 @@ class Gate:
         chat: ChatSettings = ChatSettings(),  # noqa: B008 - frozen
         limits: LimitSettings = LimitSettings(),  # noqa: B008 - frozen
         served_model_name: str = "",
+        aliases: tuple[str, ...] = (),
         generation_config: str = "auto",
         lora: LoraSettings = LoraSettings(),  # noqa: B008 - frozen
         pooler: Pooler | None = None,
@@ -84,6 +85,7 @@ class Gate:
             "gateway",
             Settings(
                 served_model_name=served_model_name,
+                aliases=aliases,
                 generation_config=generation_config,
                 gateway=GatewaySettings(**gateway),
                 schedule=ScheduleSettings(policy=policy),

@@ -25,9 +25,9 @@ def test_a_busy_model_is_waited_for_and_not_ended() -> None:
     assert decide(20, found, 20) == Decision(("idle",), ("idle", "busy"), is_open_ended=True)
 
 
-def test_a_pinned_model_never_leaves_and_the_problem_names_it() -> None:
+def test_a_pinned_model_never_leaves_and_the_problem_tells_its_memory() -> None:
     decision = decide(20, [occupant("kept", is_pinned=True), occupant("idle")], 20)
-    assert not decision.leave and "pinned models (kept)" in decision.problem
+    assert not decision.leave and "of which pinned models have" in decision.problem
     assert "memory_bytes is 10GiB" in decide(20 * 1024**3, [], 10 * 1024**3).problem
 
 

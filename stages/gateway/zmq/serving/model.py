@@ -29,8 +29,8 @@ class ZmqModel(Protocol):
     @property
     def is_loaded(self) -> bool: ...
 
-    async def until_loaded(self) -> None:
-        """Have it loaded. Raises ApiError if it can't be."""
+    async def until_loaded(self, num_bytes: int) -> None:
+        """Have it loaded, for a message of this size. Raises ApiError if it can't be, or if too much waits for that."""
 
     def use(self) -> contextlib.AbstractContextManager[None]:
         """A request of it is open."""
@@ -58,7 +58,7 @@ class OnlyModel:
         self.requests = requests
         self.limits = limits
 
-    async def until_loaded(self) -> None:
+    async def until_loaded(self, num_bytes: int) -> None:
         """It is."""
 
     def use(self) -> contextlib.AbstractContextManager[None]:

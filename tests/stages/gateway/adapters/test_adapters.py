@@ -119,6 +119,14 @@ def test_loads_that_are_refused(gate: Gate, tmp_path: Path) -> None:
     assert gate.rig.nothing("supervisor", 0)
 
 
+def test_an_adapter_can_t_have_an_alias_of_the_model(tmp_path: Path) -> None:
+    """It would take the requests that other clients send to the model."""
+    with Gate(tmp_path, aliases=("gpt-x",), lora=LoraSettings(runtime_loading=True)) as gate:
+        gate.rig.load()
+        response = load(gate, lora_name="gpt-x", lora_path=str(tmp_path)).result()
+        assert response.status_code == 400 and "'gpt-x', which is the model itself" in response.text
+
+
 def test_load_inplace_replaces_an_adapter(gate: Gate, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "peft", ModelConfig.load(tmp_path))
     response = load(gate, lora_name="sql", lora_path=str(folder), load_inplace=True)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.models.model_fields import keep_s, model_fields_of
+from pipeline.stages.gateway.models.model_fields import MAX_KEEP_S, keep_s, model_fields_of
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,8 @@ from pipeline.stages.gateway.models.model_fields import keep_s, model_fields_of
         (True, ApiError),
         ([], ApiError),
         ("9" * 40, ApiError),
+        (10**400, MAX_KEEP_S),
+        (-(10**400), -1.0),
     ],
 )
 def test_a_time_is_seconds_or_a_duration_as_go_writes_it(value: Any, seconds: Any) -> None:

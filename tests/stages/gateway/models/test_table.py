@@ -1,15 +1,22 @@
 """The gateway's table of models: names, states, and requests that wait."""
 
 import asyncio
+import contextlib
+import math
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from pipeline.config.settings import GatewaySettings
+from pipeline.http_server.access import guard
 from pipeline.http_server.access.key_accounts import KeyAccounts
+from pipeline.http_server.request_turns import NUM_REQUESTS
 from pipeline.runtime.messages.models import RETRY_S, FromSharedGateway, LoadModel, ModelActivity, Models, ModelStatus
+from pipeline.runtime.security.api_keys import ApiKey, Keys
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models.table import IDLE_S, ModelTable
 
@@ -114,3 +121,112 @@ async def test_only_the_first_and_the_last_of_several_requests_are_reported(monk
     after_s, call, args = later[-1]
     call(*args)
     assert after_s == IDLE_S and sent[1:] == [ModelActivity("chat", False)]
+
+
+def keyed(settings: GatewaySettings | None = None) -> tuple[ModelTable, str, str]:
+    """A table, and the scopes of a key for everything and of one for `chat`."""
+    keys = Keys(b"s", [b"1", b"2"], [ApiKey("all", 0), ApiKey("chat", 1, models=("chat",))])
+    found = ModelTable(KeyAccounts(keys), lambda _: None, settings)
+    found.update(Models([CHAT, OTHER]))
+    return found, *keys._scopes
+
+
+@contextlib.contextmanager
+def using(scope: str) -> Iterator[None]:
+    """As in a request with the key of this scope."""
+    token = guard._scope.set(scope)
+    try:
+        yield
+    finally:
+        guard._scope.reset(token)
+
+
+async def test_an_adapter_takes_no_requests_of_another_model() -> None:
+    """A client that loads adapters chooses their names."""
+    found, _ = table(CHAT, OTHER)
+    chat = gateway()
+    chat.limits.adapters = {"other": 1, "OTHER": 1}
+    found.add("chat", chat)
+    assert found.find("other").name == "other"
+    assert found.find("Other:latest", as_ollama=True).name == "other"
+    assert found.find("OTHER").name == "chat"
+
+
+async def test_an_adapter_that_is_loaded_has_a_name_of_its_own() -> None:
+    found, _ = table(CHAT, OTHER)
+    other = found.find("other")
+    for name in ("chat", "GPT", "sql"):
+        with pytest.raises(ApiError, match=f"the name '{name}' is taken"), found.adapter_name(other, name):
+            """Not reached."""
+    chat = found.find("chat")
+    with found.adapter_name(other, "new"), pytest.raises(ApiError, match="taken"), found.adapter_name(chat, "new"):
+        """Not reached: it is being loaded at the other one."""
+    with found.adapter_name(chat, "new"), found.adapter_name(chat, "new"):
+        """The model's own stage knows what is loaded twice."""
+
+
+async def test_a_key_learns_nothing_of_other_models() -> None:
+    found, _, scope = keyed()
+    with using(scope):
+        assert found.allowed_names(["chat", "other"]) == ["chat"]
+        with found.adapter_name(found.find("chat"), "other"):
+            """The model's own stage refuses it, as any name that the key may not use."""
+
+
+async def test_requests_that_wait_for_their_models_have_a_bound() -> None:
+    found, everything, chat = keyed(GatewaySettings(max_open_sequences=8, max_open_bytes=16 << 20))
+    model = found.find("other", scope=everything)
+
+    def wait(num: int, num_bytes: int, scope: str) -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(found.until_loaded(model, num_bytes, scope)) for _ in range(num)]
+
+    waiting = wait(9, 1, everything)
+    await turn()
+    refused = [one for one in waiting if one.done()]
+    assert len(refused) == 2, "the eighth place is for another key"
+    for one in refused:
+        with pytest.raises(ApiError, match="8 requests of this API key"):
+            await one
+    other = wait(1, 1, chat)
+    await turn()
+    assert not other[0].done()
+    for one in (*waiting, *other):
+        one.cancel()
+    await turn()
+    waiting = wait(3, 7 << 20, everything)
+    await turn()
+    assert [one.done() for one in waiting] == [False, False, True]
+    with pytest.raises(ApiError, match="wait for models that are not loaded") as raised:
+        await waiting[2]
+    assert raised.value.status == 503
+    served = gateway()
+    found.add("other", served)
+    assert await asyncio.gather(*waiting[:2]) == [served] * 2
+    waiting = wait(1, 16 << 20, everything)
+    assert await waiting[0] is served, "the room is free again"
+
+
+async def test_requests_go_on_in_turns_when_their_model_is_loaded() -> None:
+    found, _ = table(CHAT)
+    done: list[int] = []
+
+    async def request(number: int) -> None:
+        await found.until_loaded(found.find("chat"))
+        done.append(number)
+
+    requests = [asyncio.create_task(request(number)) for number in range(4 * NUM_REQUESTS)]
+    await turn()
+    found.add("chat", gateway())
+    before = 0
+    while before < len(requests):
+        await asyncio.sleep(0)
+        assert len(done) - before <= NUM_REQUESTS, "in one turn of the loop"
+        before = len(done)
+
+
+@pytest.mark.parametrize(("settings_s", "left_s"), [(0.01, math.inf), (0.0, 0.01), (5.0, 0.01)])
+async def test_a_request_does_not_wait_longer_than_it_may_take(settings_s: float, left_s: float) -> None:
+    found, _, scope = keyed(GatewaySettings(request_timeout_s=settings_s))
+    with pytest.raises(ApiError, match=r"timed out after 0\.01 s") as raised:
+        await found.until_loaded(found.find("chat", scope=scope), 0, scope, left_s)
+    assert raised.value.status == 504
