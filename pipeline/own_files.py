@@ -250,10 +250,15 @@ def _is_open(folder: Path) -> bool:
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of a file to lock, whose content stays as it is. Raises OSError: a link is not followed, and it must
-    be a regular file of this user or root. Opening a FIFO does not block."""
+    """A descriptor of a file to lock, as `open_own`."""
+    return open_own(path, 0o600)
+
+
+def open_own(path: Path, mode: int = 0o666) -> int:
+    """A descriptor of a file, new or not, to read and to write, whose content stays as it is. Raises OSError: a link is
+    not followed, and it must be a regular file of this user or root. Opening a FIFO does not block."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-    fd = os.open(path, flags, 0o600)
+    fd = os.open(path, flags, mode)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or not is_trusted(info):
         os.close(fd)

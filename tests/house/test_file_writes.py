@@ -109,8 +109,7 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/tokenizer_vectors/__main__.py": "write_text",
     },
     "The hub's own cache, HF_HUB_CACHE, which huggingface_hub and other programs write in the same way.": {
-        "stages/prepare/sources/hub/download.py": "link mkdir*3 open rename replace*2 "
-        "symlink_to truncate*2 unlink*2 write_text",
+        "stages/prepare/sources/hub/download.py": "link mkdir*3 open rename replace*2 symlink_to truncate*3 unlink*3",
         "stages/prepare/sources/hub/local.py": "rename rmtree*2",
     },
     "The time of use of a prepared adapter.": {"pipeline/lora/convert.py": "utime"},

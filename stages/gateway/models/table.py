@@ -143,19 +143,20 @@ class ModelTable:
         """The model of this name, alias or adapter; Ollama's clients don't regard case, and append a tag. `scope` is
         that of the client's key, by default of the current request's. Raises ApiError, 404, also for one that the key
         may not use."""
-        found = self._named(name, lambda known: known == name, scope)
+        found = self._named(lambda known: known == name, scope)
         if found is None and as_ollama:
             folded = _folded(name)
-            found = self._named(name, lambda known: _folded(known) == folded, scope)
+            found = self._named(lambda known: _folded(known) == folded, scope)
         if found is None:
             raise self.unknown(name, scope)
         return found
 
-    def _named(self, name: str, is_meant: Callable[[str], bool], scope: str | None) -> ModelEntry | None:
+    def _named(self, is_meant: Callable[[str], bool], scope: str | None) -> ModelEntry | None:
         """Names of models come first: clients give adapters their names, and none may take a model's requests."""
-        for has in (lambda one: one.own_names, lambda one: one.adapters):
-            for one in self._models.values():
-                if any(is_meant(known) and self.allows(one, known, scope) for known in has(one)):
+        models = self._models.values()
+        for names in ([(one, one.own_names) for one in models], [(one, one.adapters) for one in models]):
+            for one, known in names:
+                if any(is_meant(name) and self.allows(one, name, scope) for name in known):
                     return one
         return None
 

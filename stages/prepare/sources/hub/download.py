@@ -23,7 +23,7 @@ import msgspec
 from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]  # no __all__
 
-from pipeline.own_files import open_lock
+from pipeline.own_files import open_lock, open_own
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources.hub.retries import TRANSPORT, Retries
 from pipeline.stages.prepare.sources.source import ModelError
@@ -88,7 +88,9 @@ def remember(storage: Path, revision: str, commit: str) -> None:
     path = storage / "refs" / revision
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(commit, "utf-8")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or of another user
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(commit)
     temporary.replace(path)
 
 
@@ -206,7 +208,15 @@ class _Downloads:
     def _receive(self, file: RemoteFile, path: Path, is_new: bool) -> str:
         """Fill the file at `path`, from its end unless `is_new`. Returns its digest, of the kind that the ETag is.
         Raises ModelError, OSError, and huggingface_hub's errors."""
-        with path.open("w+b" if is_new else "r+b", buffering=0) as out:
+        try:
+            fd = open_own(path)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EPERM):
+                raise ModelError(f"{path} is not a regular file of this user: remove it") from error
+            raise
+        with os.fdopen(fd, "r+b", buffering=0) as out:
+            if is_new:
+                out.truncate()
             digest = _digest_of(file)
             if os.fstat(out.fileno()).st_size > file.num_bytes:
                 out.truncate()

@@ -128,7 +128,8 @@ def keyed(settings: GatewaySettings | None = None) -> tuple[ModelTable, str, str
     keys = Keys(b"s", [b"1", b"2"], [ApiKey("all", 0), ApiKey("chat", 1, models=("chat",))])
     found = ModelTable(KeyAccounts(keys), lambda _: None, settings)
     found.update(Models([CHAT, OTHER]))
-    return found, *keys._scopes
+    everything, chat = keys._scopes
+    return found, everything, chat
 
 
 @contextlib.contextmanager
