@@ -1,8 +1,6 @@
 """Downloads from the hub: resumed, compared with their digests, one at a time, and refused in one clear line."""
 
 import errno
-import hashlib
-import os
 import shutil
 import sys
 import threading
@@ -169,36 +167,6 @@ def test_a_download_that_was_killed_is_resumed(hub: FakeHub, tmp_path: Path, mon
     assert local.find(HubSource("org/tiny", "main", quantization="F16")) is None
     got("org/tiny:F16", tmp_path)
     assert hub.ranges == ["", f"bytes={CUT}-"]
-
-
-@pytest.mark.parametrize("planted", ["link", "fifo"])
-def test_what_another_user_has_put_in_a_file_s_place_is_not_written_to(
-    hub: FakeHub, ggufs: dict[str, bytes], tmp_path: Path, planted: str
-) -> None:
-    """As in a cache that several users share."""
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"precious")
-    place = (
-        tmp_path / "hub/models--org--tiny/blobs" / f"{hashlib.sha256(ggufs['Tiny-F16.gguf']).hexdigest()}.incomplete"
-    )
-    place.parent.mkdir(parents=True)
-    if planted == "link":
-        place.symlink_to(victim)
-    else:
-        os.mkfifo(place)
-    assert f"{place}" in refused("org/tiny:F16", tmp_path)
-    assert victim.read_bytes() == b"precious"
-    place.unlink()
-    got("org/tiny:F16", tmp_path)
-
-
-def test_the_note_of_a_revision_follows_no_link(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"precious")
-    (tmp_path / "refs").mkdir()
-    (tmp_path / f"refs/main.{os.getpid()}.tmp").symlink_to(victim)
-    download.remember(tmp_path, "main", COMMIT)
-    assert victim.read_bytes() == b"precious" and (tmp_path / "refs/main").read_text() == COMMIT
 
 
 def test_a_server_without_ranges_sends_all_again(hub: FakeHub, ggufs: dict[str, bytes], tmp_path: Path) -> None:
