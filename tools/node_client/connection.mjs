@@ -45,6 +45,10 @@ export class Connection {
     } finally {
       clearTimeout(timer);
     }
+    const { heartbeat_s: beat, silence_s: silence } = this.#info;
+    if (!(beat >= 0.01 && beat <= silence && silence <= 86_400)) {
+      throw new ConnectionLost(`the server at ${this.#address} wants heartbeat_s ${beat} and silence_s ${silence}`);
+    }
     this.#heartbeat = setInterval(() => this.#beat(), this.#info.heartbeat_s * 500);
     this.#heartbeat.unref();
     return this.#info;

@@ -27,6 +27,8 @@ SUSPENDED_S = 3.0
 from then."""
 MAX_TURN_MESSAGES = 256
 """Messages handled in one turn of the event loop, so that other tasks get theirs."""
+MIN_HEARTBEAT_S, MAX_SILENCE_S = 0.01, 86_400.0
+"""What a server may ask for. A shorter heartbeat would keep a core busy, and a longer silence would never end."""
 FINAL_STATUS = 500
 """An `error` below this status, except `silent`, would come again on the next connection."""
 
@@ -152,9 +154,18 @@ class Connection:
         match message:
             case p.Accepted() | p.Delta() | p.Finished() | p.Failed():
                 self._on_message(message)
-            case p.Welcome():
-                if not self._welcome.done():
+            case p.Welcome(heartbeat_s=heartbeat_s, silence_s=silence_s):
+                if self._welcome.done():
+                    return
+                if MIN_HEARTBEAT_S <= heartbeat_s <= silence_s <= MAX_SILENCE_S:
                     self._welcome.set_result(message)
+                    return
+                error = ConnectionLost(
+                    f"the server at {self._address} wants heartbeat_s {heartbeat_s:g} and silence_s {silence_s:g}: "
+                    f"they must be {MIN_HEARTBEAT_S:g} to {MAX_SILENCE_S:g}, and the second no shorter"
+                )
+                self._welcome.set_exception(error)
+                self._lose(error, False)
             case p.Error(failure):
                 if not self._welcome.done():
                     self._welcome.set_exception(error_of(failure))
