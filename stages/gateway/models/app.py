@@ -141,7 +141,8 @@ class ModelsApp(Applications):
             return await model.gateway.handler(route)(http_request)
 
     async def _wait(self, http_request: web.Request, model: ModelEntry, *, streams: bool) -> None:
-        """Wait until the model is loaded. Raises ApiError as `ModelTable.until_loaded`."""
+        """Wait until the model is loaded. Raises ApiError as `ModelTable.until_loaded`, and 429."""
+        self._check_limits()
         scope = current_scope() or client_address(http_request.transport)
         left_s = time_left.of_headers(http_request.headers)
         loaded = self._table.until_loaded(model, len(http_request.get(KEPT_BODY, b"")), scope, left_s)
@@ -158,6 +159,7 @@ class ModelsApp(Applications):
         """POST /models/load: begin to load a model. Its state is in GET /models."""
         model = await self._named(http_request)
         if not model.serves:
+            self._check_limits()
             self._table.load(model)
         return _json({"success": True})
 
@@ -169,6 +171,11 @@ class ModelsApp(Applications):
             raise ApiError(HTTPStatus.BAD_REQUEST, message, "model", "model_not_loaded")
         self._table.unload(model)
         return _json({"success": True})
+
+    def _check_limits(self) -> None:
+        """Raises ApiError, 429, if the client's key has used its limits: it loads no model, for which others leave."""
+        if (account := self._accounts.of_scope(current_scope())) is not None:
+            account.check()
 
     async def _named(self, http_request: web.Request) -> ModelEntry:
         name = (await self._read(http_request)).model

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import time
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.bodies.abort_body import AbortBody
 from pipeline.http_server.bodies.body_reader import BodyReader
 from pipeline.http_server.errors import RETRY_AFTER_S
+from pipeline.http_server.request_turns import another_turn
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admin.abort_requests import Aborted
@@ -22,6 +24,7 @@ from pipeline.stages.gateway.admin.server_info import ServerLoad, Version
 from pipeline.stages.gateway.apis.ollama.types import OllamaModelList, OllamaRunningList, OllamaVersion
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models import lists
+from pipeline.stages.gateway.models.shared_answer import SharedAnswer
 from pipeline.stages.gateway.models.table import ModelEntry, ModelTable
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.version import VERSION
@@ -37,19 +40,23 @@ class ModelsApi:
         self._bodies = bodies
         self._created = int(time.time())
         self._writing_metrics = WorkPool("writing metrics")
+        self._metrics = SharedAnswer(self._metrics_text)
+        self._health = SharedAnswer(self._health_body)
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:
-        return _json({"object": "list", "data": [card for one in self._table.allowed() for card in self._cards(one)]})
+        allowed = self._table.allowed()
+        names = {one.name for one in allowed}
+        return _json({"object": "list", "data": [card for one in allowed for card in self._cards(one, names)]})
 
-    def _cards(self, model: ModelEntry) -> list[dict[str, Any]]:
-        """Those of the model and its adapters that the client may use."""
-        card = lists.card_of(model, self._created, self._table.allowed_names(model.status.waits_for))
+    def _cards(self, model: ModelEntry, names: Collection[str]) -> list[dict[str, Any]]:
+        """Those of the model and its adapters that the client may use. `names` are all models that it may use."""
+        card = lists.card_of(model, self._created, [one for one in model.status.waits_for if one in names])
         cards = [card, *lists.adapter_cards(model, card)]
         return [one for one in cards if self._table.allows(model, one["id"])]
 
     async def model(self, http_request: web.Request) -> web.StreamResponse:
         name = http_request.match_info["model"]
-        cards = self._cards(self._table.find(name))
+        cards = self._cards(self._table.find(name), {one.name for one in self._table.allowed()})
         return _json(next((one for one in cards if one["id"] == name), cards[0]))
 
     async def ollama_tags(self, http_request: web.Request) -> web.StreamResponse:
@@ -68,6 +75,12 @@ class ModelsApi:
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         """The worst status of the models that are loaded; "starting" until those of the start are."""
+        body, status = await self._health.get()
+        await another_turn(http_request)
+        return _encoded(body, status)
+
+    async def _health_body(self) -> tuple[bytes, int]:
+        """What `health` answers, and its status."""
         models = self._table.all()
         bodies = await asyncio.gather(*(self._health_of(one) for one in models))
         worst = [body.status for body in bodies if body is not None and body.status not in FINE]
@@ -82,7 +95,7 @@ class ModelsApi:
             "open_requests": sum(body.open_requests for body in bodies if body is not None),
             "models": [lists.health_of(one, body) for one, body in zip(models, bodies, strict=True)],
         }
-        return _json(found, HTTPStatus.OK if status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+        return msgspec.json.encode(found), HTTPStatus.OK if status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
 
     async def _health_of(self, model: ModelEntry) -> Any:
         return await model.gateway.api.server.health_body() if model.gateway is not None else None
@@ -102,6 +115,12 @@ class ModelsApi:
     post_ping = ping
 
     async def metrics(self, http_request: web.Request) -> web.StreamResponse:
+        body, content_type = await self._metrics.get()
+        await another_turn(http_request)
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _metrics_text(self) -> tuple[bytes, str]:
+        """What `metrics` answers, and its type."""
         # Imported here, because prometheus_client takes a tenth of this process's start.
         from pipeline.metrics import exposition
 
@@ -111,7 +130,7 @@ class ModelsApi:
         states = {one.name: one.state for one in self._table.all()}
         turns = {one.name: one.status.num_turns for one in self._table.all()}
         body = await self._writing_metrics.run(functools.partial(exposition.text_of_models, found, states, turns))
-        return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+        return body, exposition.CONTENT_TYPE
 
     async def load(self, http_request: web.Request) -> web.StreamResponse:
         """Of all models that are loaded, together."""
@@ -138,8 +157,10 @@ class ModelsApi:
         return _json(Reset(sum(one.num_blocks for one in done)))
 
 
-def _json(value: Any, status: int = HTTPStatus.OK) -> web.Response:
+def _json(value: Any) -> web.Response:
+    return _encoded(msgspec.json.encode(value))
+
+
+def _encoded(body: bytes, status: int = HTTPStatus.OK) -> web.Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
-    return web.Response(
-        status=status, headers=headers, body=msgspec.json.encode(value), content_type="application/json"
-    )
+    return web.Response(status=status, headers=headers, body=body, content_type="application/json")

@@ -253,6 +253,8 @@ def test_a_key_that_has_used_its_limit_loads_no_model(keyed: Server) -> None:
     ask(keyed, "/v1/embeddings", {"model": "vectors", "input": "Hello"}, SLOW_KEY)
     status, found = error_of(keyed, "/v1/completions", {"model": "other", "prompt": "x"}, SLOW_KEY)
     assert status == 429 and found["error"]["code"] == "rate_limit_exceeded"
+    for path in ("/models/load", "/api/show"):
+        assert error_of(keyed, path, {"model": "other"}, SLOW_KEY)[0] == 429
     assert state() == "unloaded", "others have the memory"
 
 
