@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 
 from pipeline.deploy.proxy.upstream import Upstream, UpstreamLost, fetch
-from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, Numbers, ReplicaInfo, RoutedLease, RoutedReplicas
+from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, Numbers, ReplicaLease, ReplicaSet
 from pipeline.routing.policies import Prompt
 
 PROBE_S = 1.0
@@ -32,14 +32,13 @@ class _Health(msgspec.Struct):
         return Numbers(self.backend or "", self.batch_invariant is not False)
 
 
-class FixedReplicas:
+class FixedReplicas(ReplicaSet):
     """A set of servers at fixed addresses. Call `start`, in the event loop."""
 
     def __init__(self, addresses: list[tuple[str, int]], probe_s: float = PROBE_S) -> None:
-        self.routed = RoutedReplicas()
+        super().__init__()
         self._addresses = {f"{host}:{port}": (host, port) for host, port in addresses}
         self._probe_s = probe_s
-        self._tasks: list[asyncio.Task[None]] = []
         self._wakes: dict[str, asyncio.Event] = {}
 
     async def start(self, wait_s: float) -> None:
@@ -49,7 +48,7 @@ class FixedReplicas:
             first = asyncio.Event()
             firsts.append(first.wait())
             self._wakes[name] = asyncio.Event()
-            self._tasks.append(asyncio.create_task(self._watch(name, host, port, first)))
+            self._tasks.add(asyncio.create_task(self._watch(name, host, port, first)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await asyncio.gather(*firsts)
@@ -91,52 +90,17 @@ class FixedReplicas:
         self.routed.remove(name, status="down")
         self.routed.num_failures.setdefault(name, 0)
 
-    async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "FixedLease":
-        """As in ReplicaSet."""
-        return FixedLease(self, self.routed.route(prompt, avoid, before))
+    async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> ReplicaLease:
+        return ReplicaLease(self, self.routed.route(prompt, avoid, before))
 
     def lost(self, name: str) -> None:
-        """A request found a replica dead: it gets no more until it answers a probe, which comes at once."""
-        self.routed.num_failures[name] = self.routed.num_failures.get(name, 0) + 1
-        if self.routed.has(name):
-            self.routed.drain(name)
+        """The replica gets no more requests until it answers a probe, which comes at once."""
+        super().lost(name)
         self._wakes[name].set()
 
     def doubted(self, name: str) -> None:
-        """A request lost its connection, but perhaps not because of the replica: probe it at once."""
+        """Probe the replica at once."""
         self._wakes[name].set()
-
-    def infos(self) -> list[ReplicaInfo]:
-        return self.routed.infos()
-
-    def upstreams(self) -> dict[str, Upstream]:
-        return self.routed.upstreams()
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.routed.close()
-
-
-class FixedLease:
-    def __init__(self, replicas: FixedReplicas, lease: RoutedLease) -> None:
-        self.name, self.numbers = lease.name, lease.numbers
-        self.upstream = lease.upstream
-        self._replicas = replicas
-        self._lease = lease
-
-    def first_token(self, now_s: float) -> None:
-        self._lease.first_token(now_s)
-
-    def failed(self) -> None:
-        self._replicas.lost(self.name)
-
-    def doubted(self) -> None:
-        self._replicas.doubted(self.name)
-
-    def end(self) -> None:
-        self._lease.end()
 
 
 def _health_of(body: bytes) -> _Health:

@@ -11,8 +11,8 @@ would each see a part of it, which costs hits (docs/scale.md). So the state live
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -57,24 +57,6 @@ class Numbers(msgspec.Struct, frozen=True):
 UNKNOWN = Numbers()
 
 
-class ReplicaLease(Protocol):
-    """A request that is open at a replica."""
-
-    name: str
-    numbers: Numbers
-    upstream: Upstream
-
-    def first_token(self, now_s: float) -> None: ...
-
-    def failed(self) -> None:
-        """The replica did not answer."""
-
-    def doubted(self) -> None:
-        """The replica may be dead: ask it."""
-
-    def end(self) -> None: ...
-
-
 class ReplicaInfo(msgspec.Struct):
     """A replica, for /health."""
 
@@ -86,26 +68,6 @@ class ReplicaInfo(msgspec.Struct):
     backend: str = ""
     """What it computes with, from its /health"""
     batch_invariant: bool | None = None
-
-
-class ReplicaSet(Protocol):
-    async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> ReplicaLease:
-        """A replica for a request; one of `avoid` only if there is no other. For a stream that has begun, one with the
-        numbers `before` if there is such a replica. Raises NoReplica."""
-        ...
-
-    def infos(self) -> list[ReplicaInfo]: ...
-
-    def upstreams(self) -> dict[str, Upstream]:
-        """Those of all replicas that take requests, by name."""
-        ...
-
-    @property
-    def routed(self) -> "RoutedReplicas":
-        """The router, and what it knows."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class Speed:
@@ -213,6 +175,9 @@ class RoutedReplicas:
     def upstream(self, name: str) -> Upstream:
         return self._upstreams[name]
 
+    def numbers(self, name: str) -> Numbers:
+        return self._numbers[name]
+
     def upstreams(self) -> dict[str, Upstream]:
         return {name: upstream for name, upstream in self._upstreams.items() if self.has(name)}
 
@@ -226,8 +191,8 @@ class RoutedReplicas:
             found.append(ReplicaInfo(name, url, status, self._num_open.get(name, 0), *facts))
         return found
 
-    def route(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "RoutedLease":
-        """Choose a replica, as `ReplicaSet.lease`. Raises NoReplica."""
+    def route(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> router.Lease:
+        """Choose a replica, as `ReplicaSet.lease`, and count the request. Raises NoReplica."""
         known = self.upstreams()
         allowed = [name for name in known if name not in avoid] or list(known)
         if before is not None:
@@ -238,7 +203,7 @@ class RoutedReplicas:
         except LookupError as error:
             raise NoReplica("no replica takes requests") from error
         self._num_open[lease.replica] += 1
-        return RoutedLease(self, lease, self._numbers[lease.replica])
+        return lease
 
     def ended(self, lease: router.Lease) -> None:
         self.router.end(lease)
@@ -252,14 +217,51 @@ class RoutedReplicas:
             self.remove(name)
 
 
-class RoutedLease:
-    """A request that the router has counted."""
+class ReplicaSet(ABC):
+    """The replicas of an ingress."""
 
-    def __init__(self, routed: RoutedReplicas, lease: router.Lease, numbers: Numbers) -> None:
+    def __init__(self) -> None:
+        self.routed = RoutedReplicas()
+        """The router, and what it knows."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "ReplicaLease":
+        """A replica for a request; one of `avoid` only if there is no other. For a stream that has begun, one with the
+        numbers `before` if there is such a replica. Raises NoReplica."""
+
+    def lost(self, name: str) -> None:
+        """A request found a replica dead: it gets no more for now."""
+        self.routed.num_failures[name] = self.routed.num_failures.get(name, 0) + 1
+        if self.routed.has(name):
+            self.routed.drain(name)
+
+    @abstractmethod
+    def doubted(self, name: str) -> None:
+        """A request lost its connection, but perhaps not because of the replica: ask it."""
+
+    def infos(self) -> list[ReplicaInfo]:
+        return self.routed.infos()
+
+    def upstreams(self) -> dict[str, Upstream]:
+        """Those of all replicas that take requests, by name."""
+        return self.routed.upstreams()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.routed.close()
+
+
+class ReplicaLease:
+    """A request that is open at a replica, and that the router has counted."""
+
+    def __init__(self, replicas: ReplicaSet, lease: router.Lease) -> None:
         self.name = lease.replica
-        self.numbers = numbers
-        self.upstream = routed.upstream(lease.replica)
-        self._routed = routed
+        self.numbers = replicas.routed.numbers(lease.replica)
+        self.upstream = replicas.routed.upstream(lease.replica)
+        self._replicas, self._routed = replicas, replicas.routed
         self._lease = lease
         self._has_ended = False
 
@@ -269,6 +271,14 @@ class RoutedLease:
             self._routed.router.first_token(self._lease, now_s)
             self._routed.speed.observe(self._lease, seconds)
             self._routed.router.set_speed(self._routed.speed.tokens_per_s, OPEN_TOKENS)
+
+    def failed(self) -> None:
+        """The replica did not answer."""
+        self._replicas.lost(self.name)
+
+    def doubted(self) -> None:
+        """The replica may be dead."""
+        self._replicas.doubted(self.name)
 
     def end(self) -> None:
         if not self._has_ended:

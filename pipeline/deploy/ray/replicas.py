@@ -16,18 +16,17 @@ import msgspec
 
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.config.settings import Settings
-from pipeline.deploy.proxy.upstream import Upstream
 from pipeline.deploy.ray.members import MEMBERS
 from pipeline.deploy.replicas import (
     DEFAULT_KV_TOKENS,
     UNKNOWN,
     NoReplica,
     Numbers,
-    ReplicaInfo,
-    RoutedLease,
-    RoutedReplicas,
+    ReplicaLease,
+    ReplicaSet,
 )
 from pipeline.errors import UserError
+from pipeline.routing import router
 from pipeline.routing.policies import Prompt
 from pipeline.supervisor.admin.admin_client import Admin, find_servers
 
@@ -105,14 +104,13 @@ class ServerReplica:
             self._server.close()
 
 
-class RayReplicas:
+class RayReplicas(ReplicaSet):
     """The replicas of a deployment, as a replica set. Create it in the event loop."""
 
     def __init__(self, handle: Any) -> None:
-        self.routed = RoutedReplicas()
+        super().__init__()
         self._handle = handle
         self._members: frozenset[str] = frozenset()
-        self._tasks: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
 
         def changed(ids: frozenset[str]) -> None:
@@ -160,69 +158,50 @@ class RayReplicas:
             self.routed.remove(name)
 
     async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "RayLease":
-        """As in ReplicaSet."""
-        routed = self.routed.route(prompt, avoid, before)
-        call = self._handle.lease.options(stream=True).remote(replica=routed.name)
+        lease = RayLease(self, self.routed.route(prompt, avoid, before), self._handle)
         try:
-            async with asyncio.timeout(LEASE_S):
-                address = msgspec.msgpack.decode(await anext(call), type=ReplicaAddress)
+            await lease.begin()
         except BaseException as error:
-            routed.end()
-            call.cancel()
+            lease.end()
             if not isinstance(error, Exception):
                 raise
-            self.lost(routed.name)
-            raise NoReplica(f"replica {routed.name} did not begin a lease: {str(error)[:200]}") from error
-        if address.replica != routed.name:  # it is gone; Serve will say so in a moment
-            routed.end()
-            call.cancel()
-            self.lost(routed.name)
-            raise NoReplica(f"replica {routed.name} is gone")
-        return RayLease(self, routed, call)
+            self.lost(lease.name)
+            raise NoReplica(f"replica {lease.name} did not begin a lease: {str(error)[:200]}") from error
+        return lease
 
     def lost(self, name: str) -> None:
-        """A request found a replica dead. It is asked again as long as Serve has it."""
-        self.routed.num_failures[name] = self.routed.num_failures.get(name, 0) + 1
-        if self.routed.has(name):
-            self.routed.drain(name)
+        """The replica is asked again as long as Serve has it."""
+        super().lost(name)
         asyncio.get_running_loop().call_later(LOOK_S, lambda: self._set_members(self._members))
+
+    def doubted(self, name: str) -> None:
+        """Nothing: Ray Serve asks it, and replaces it if it is dead."""
 
     def ended(self, name: str) -> None:
         if name not in self._members:
             self._forget_if_idle(name)
 
-    def infos(self) -> list[ReplicaInfo]:
-        return self.routed.infos()
-
-    def upstreams(self) -> dict[str, Upstream]:
-        return self.routed.upstreams()
-
     async def close(self) -> None:
         MEMBERS.watch(lambda _: None)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.routed.close()
+        await super().close()
 
 
-class RayLease:
-    def __init__(self, replicas: RayReplicas, lease: RoutedLease, call: Any) -> None:
-        self.name, self.numbers = lease.name, lease.numbers
-        self.upstream = lease.upstream
-        self._replicas = replicas
-        self._lease = lease
-        self._call = call
+class RayLease(ReplicaLease):
+    """Has a call to the replica that stays open."""
 
-    def first_token(self, now_s: float) -> None:
-        self._lease.first_token(now_s)
+    def __init__(self, replicas: RayReplicas, lease: router.Lease, handle: Any) -> None:
+        super().__init__(replicas, lease)
+        self._all = replicas
+        self._call = handle.lease.options(stream=True).remote(replica=self.name)
 
-    def failed(self) -> None:
-        self._replicas.lost(self.name)
-
-    def doubted(self) -> None:
-        """Ray Serve asks it, and replaces it if it is dead."""
+    async def begin(self) -> None:
+        """Wait until the replica has answered the call. Raises TimeoutError, LookupError, and what Ray raises."""
+        async with asyncio.timeout(LEASE_S):
+            address = msgspec.msgpack.decode(await anext(self._call), type=ReplicaAddress)
+        if address.replica != self.name:  # Serve will say so in a moment
+            raise LookupError("it is gone, and another one answered")
 
     def end(self) -> None:
-        self._lease.end()
+        super().end()
         self._call.cancel()
-        self._replicas.ended(self.name)
+        self._all.ended(self.name)
