@@ -13,23 +13,16 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, compiler, native_library
 from pipeline.kernels.cpu.isa import Isa, available, cpuinfo, identity
-from pipeline.kernels.cpu.native import KVType
-from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
-from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.messages import Backend
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
-from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.native.supported import unsupported
-from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.cpu.program import Program, ProgramPlan
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
-from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.ranks.context import RankContext
-from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.ranks.share import share_of, unevenness
 
 if TYPE_CHECKING:
@@ -66,56 +59,19 @@ def max_num_prefill_tokens(
 
 
 def make_program(
-    library: Library | None,
-    settings: Settings,
-    config: ModelConfig,
-    inputs: StepInputs,
-    sampling_inputs: SamplingInputs,
-    scores: ScoreInputs,
-    kv: KVPlan,
-    num_threads: int,
-    swap: SwapArray | None = None,
-    panels: PanelLocation | None = None,
-    lora: LoraPlan | None = None,
-    ranks: RankGroup | None = None,
-    part: Part | None = None,
-    link: PPLink | None = None,
-    *,
-    torch_program: "type[TorchProgram] | None" = None,
+    library: Library | None, plan: ProgramPlan, *, torch_program: "type[TorchProgram] | None" = None
 ) -> Program:
-    """An empty program of the native library, or of torch if that is None: a `torch_program`, by default TorchProgram.
-    The library keeps packed matrices in `panels`. Without `lora`, no adapters can be loaded. With `ranks`, it is the
-    program of a rank. With a `part`, it has only these layers, and with a `link` to other stages, it shows there how
-    far it is."""
+    """An empty program of the native library, or of torch if that is None: a `torch_program`, by default
+    TorchProgram."""
     if library is None:
         # Imported here: the CPU library needs no torch, whose import takes most of a start.
         import torch
 
         from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 
-        torch.set_num_threads(num_threads)
-        make = torch_program or TorchProgram
-        return make(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)
-    activations = settings.execute.activations
-    assert activations != "auto", "the runner has chosen"
-    return NativeProgram(
-        library.loaded,
-        library.isa,
-        num_threads,
-        config,
-        inputs,
-        sampling_inputs,
-        scores,
-        kv,
-        swap,
-        activations,
-        KVType.INT8 if settings.execute.kv_dtype == "int8" else KVType.BF16,
-        panels,
-        lora,
-        ranks,
-        part,
-        link,
-    )
+        torch.set_num_threads(plan.num_threads)
+        return (torch_program or TorchProgram)(plan)
+    return NativeProgram(library.loaded, library.isa, plan)
 
 
 def link(library: Library | None, context: RankContext, inputs: StepInputs, config: ModelConfig) -> PPLink | None:

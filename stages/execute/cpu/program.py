@@ -1,12 +1,50 @@
 """A program that a CPU computes: a `ProgramBuilder` that records its ops, then runs them for each step."""
 
 from abc import abstractmethod
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from pipeline.kernels.step_inputs import IntArray
+from pipeline.config.settings import Settings
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
+from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile
-from pipeline.stages.execute.kv import SwapArray
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.stages.execute.adapters.slots import LoraPlan
+from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.program import AttentionWeights, LogitArray, ProgramBuilder
+from pipeline.stages.execute.ranks.layer_split import Part
+
+if TYPE_CHECKING:
+    from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
+    from pipeline.stages.execute.cpu.ranks.group import RankGroup
+    from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+    """What a program is made for. Its ops read and write these arrays in each step."""
+
+    settings: Settings
+    """With the precision of activations that was chosen."""
+    config: ModelConfig
+    inputs: StepInputs
+    sampling_inputs: SamplingInputs
+    scores: ScoreInputs
+    kv: KVPlan
+    """Of the layers in `part`."""
+    num_threads: int
+    swap: SwapArray | None = None
+    panels: "PanelLocation | None" = None
+    """Where the library keeps packed matrices."""
+    lora: LoraPlan | None = None
+    """None: no adapters can be loaded."""
+    ranks: "RankGroup | None" = None
+    """With these, it computes a rank's share, and meets the others at barriers."""
+    part: Part | None = None
+    """Its layers; None: all."""
+    link: "PPLink | None" = None
+    """To the other stages of a pipeline: it shows there how far it is."""
 
 
 class MasksLate(RuntimeError):

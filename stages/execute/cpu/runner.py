@@ -19,19 +19,11 @@ from pipeline.runtime.messages import Step
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cores import threads_of
-from pipeline.stages.execute.cpu.backend import (
-    cache_root,
-    choose_library,
-    code_of_torch,
-    join,
-    link,
-    make_program,
-    max_num_prefill_tokens,
-)
+from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.precision import with_activations
-from pipeline.stages.execute.cpu.program import MasksLate, Program
+from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
 from pipeline.stages.execute.cpu.ranks.group import Outcome
 from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
 from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, pool_tokens, score_prompts, with_embeddings
@@ -68,7 +60,7 @@ class CpuRunner(Runner):
         model_dir: Path,
         swap: memoryview | None = None,
         context: RankContext = ALONE,
-        make: Callable[..., Program] = make_program,
+        make: Callable[[backend.Library | None, ProgramPlan], Program] = backend.make_program,
         kept: KeptLibrary = NOTHING_KEPT,
         compiling: Callable[[bool], object] = lambda _: None,
     ) -> None:
@@ -77,17 +69,17 @@ class CpuRunner(Runner):
         self._config = config = ModelConfig.load(model_dir)
         self.generates = config.generates
         require_supported(settings, config)
-        library = choose_library(settings, config, kept, compiling)
-        self._library, self._cache_root = library, cache_root(settings)
+        library = backend.choose_library(settings, config, kept, compiling)
+        self._library, self._cache_root = library, backend.cache_root(settings)
         self._compiling: subprocess.Popen[bytes] | None = None
         num_ranks = context.num_ranks
-        self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, context)
+        self._ranks = ranks = None if num_ranks == 1 else backend.join(library, settings, config, context)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         settings = with_activations(settings, weights, library)
         self.activations = settings.execute.activations
         keeps = library and settings.execute.keep_packed_weights
         panels = PanelLocation.of(model_dir, weights.files, context) if keeps else None
-        max_num_tokens = max_num_prefill_tokens(settings, config, library, weights.are_quantized)
+        max_num_tokens = backend.max_num_prefill_tokens(settings, config, library, weights.are_quantized)
         parts = [Part(range(config.num_layers))]
         if context.num_stages > 1:
             parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))
@@ -112,27 +104,36 @@ class CpuRunner(Runner):
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
-        self._link = link(library, context, self.inputs, config)
+        self._link = backend.link(library, context, self.inputs, config)
         self._pipeline = None if self._link is None else PPStage(self._link, context, self.rows)
         self.scores = ScoreInputs(max_num_seqs)
-        num_threads = threads_of(settings)
-        lora = LoraPlan.of(settings)
-        own_kv = replace(kv, layout=kv_layout_of(kv.layout, part))
-        self.program = make(
-            *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, own_kv, num_threads),
-            *(swapped and swapped.blocks, panels, lora, ranks, part, self._link),
+        plan = ProgramPlan(
+            settings=settings,
+            config=config,
+            inputs=self.inputs,
+            sampling_inputs=self.sampling_inputs,
+            scores=self.scores,
+            kv=replace(kv, layout=kv_layout_of(kv.layout, part)),
+            num_threads=threads_of(settings),
+            swap=swapped and swapped.blocks,
+            panels=panels,
+            lora=LoraPlan.of(settings),
+            ranks=ranks,
+            part=part,
+            link=self._link,
         )
-        self._make_adapters(lora, self.program)
+        self.program = make(library, plan)
+        self._make_adapters(plan.lora, self.program)
         self.program.capture(captured_layers(settings))
         build_program(config, weights, self.program, part)
         self.program.finish_loading()
         self._make_changes(
             config,
             self.program.last_norm if part.is_last else None,
-            lambda: self._proposer_of(settings, kv, num_threads, weights),
+            lambda: self._proposer_of(settings, kv, plan.num_threads, weights),
         )
         self.kernels: str = "torch" if library is None else library.isa
-        self.code = code_of_torch() if library is None else library.code
+        self.code = backend.code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if context.num_stages == 1 else weights.formats)
         self.states = None if config.delta is None else StateSlots(self.program, kv.num_state_slots, swapped)
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)

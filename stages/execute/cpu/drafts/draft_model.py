@@ -16,6 +16,7 @@ from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_
 from pipeline.stages.execute.cpu.drafts.eagle import EagleHead, Target
 from pipeline.stages.execute.cpu.drafts.eagle3 import Eagle3Head
 from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
+from pipeline.stages.execute.cpu.program import ProgramPlan
 from pipeline.stages.execute.drafts.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft, require_all_positions
 from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.kv import KVPlan
@@ -42,10 +43,17 @@ class CpuDraftModel(DraftModel):
         self._inputs = StepInputs(MAX_CATCH_UP + max_num_seqs, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
         self._sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size)
         own = replace(kv, max_model_len=self._max_len, layout=undivided(config.num_layers))
-        scores = ScoreInputs(max_num_seqs)
-        self._program = make_program(
-            library, settings, config, self._inputs, self._sampling_inputs, scores, own, num_threads, None, panels
+        plan = ProgramPlan(
+            settings=settings,
+            config=config,
+            inputs=self._inputs,
+            sampling_inputs=self._sampling_inputs,
+            scores=ScoreInputs(max_num_seqs),
+            kv=own,
+            num_threads=num_threads,
+            panels=panels,
         )
+        self._program = make_program(library, plan)
         build_program(config, weights, self._program)
         self._program.finish_loading()
 

@@ -17,7 +17,7 @@ from pipeline.runtime.model import model_folder
 from pipeline.runtime.model.kv_groups import undivided
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
-from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.cpu.program import Program, ProgramPlan
 from pipeline.stages.execute.drafts.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
@@ -68,10 +68,16 @@ class EagleHead(EagleProposer[FloatArray]):
         own_vocab = msgspec.structs.replace(config, vocab_size=self._num_ids(config, vocab_size))
         self._sampling_inputs = SamplingInputs(max_num_seqs, own_vocab.vocab_size)
         own = replace(kv, max_model_len=self._max_len, layout=undivided(config.num_layers))
-        scores = ScoreInputs(max_num_seqs)
-        self._program = make_program(
-            library, settings, own_vocab, self._inputs, self._sampling_inputs, scores, own, num_threads
+        plan = ProgramPlan(
+            settings=settings,
+            config=own_vocab,
+            inputs=self._inputs,
+            sampling_inputs=self._sampling_inputs,
+            scores=ScoreInputs(max_num_seqs),
+            kv=own,
+            num_threads=num_threads,
         )
+        self._program = make_program(library, plan)
         self._program.embed(None)
         self._emit(own_vocab, weights, target)
         self._program.finish_loading()

@@ -22,10 +22,10 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.cpu.backend import make_program
+from pipeline.stages.execute.cpu.backend import Library, make_program
 from pipeline.stages.execute.cpu.measuring.streamed_program import streamed_program
 from pipeline.stages.execute.cpu.native.program import NativeProgram
-from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.cpu.program import Program, ProgramPlan
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import kv_block_bytes
 from pipeline.stages.execute.measuring.planned import num_blocks, row_add, step, take
@@ -123,7 +123,7 @@ def load(
     kernels: str,
     activations: str = "auto",
     kv_dtype: str = "auto",
-    make: Callable[..., Program] = make_program,
+    make: Callable[[Library | None, ProgramPlan], Program] = make_program,
 ) -> CpuRunner:
     """A runner with memory for one chunk, which keeps its logits. Raises UserError if it can't run here."""
     execute = msgspec.structs.replace(

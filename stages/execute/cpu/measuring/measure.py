@@ -30,7 +30,7 @@ from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.precision import with_activations
-from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.cpu.program import Program, ProgramPlan
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
 from pipeline.stages.execute.measuring.cases import check_positions, cpu_name, floor_of, num_blocks_of
 from pipeline.stages.execute.measuring.plain_adapter import plain_adapter
@@ -86,14 +86,17 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pro
             log.info("loading %s for execute.kernels=%s", config.name, each.execute.kernels)
             library = choose_library(each, config)
             each = with_activations(each, weights, library)
-            program = stack.enter_context(
-                closing(
-                    make_program(
-                        *(library, each, config, inputs, sampling_inputs, scores, kv, num_threads),
-                        lora=LoraPlan.of(each),
-                    )
-                )
+            program_plan = ProgramPlan(
+                settings=each,
+                config=config,
+                inputs=inputs,
+                sampling_inputs=sampling_inputs,
+                scores=scores,
+                kv=kv,
+                num_threads=num_threads,
+                lora=LoraPlan.of(each),
             )
+            program = stack.enter_context(closing(make_program(library, program_plan)))
             counted.num_bytes.clear()
             build_program(config, cast(Weights, counted), program)
             if LoraPlan.of(each) is not None:

@@ -11,13 +11,11 @@ from functools import partial
 import numpy as np
 
 from pipeline.kernels.cpu import native, native_library
-from pipeline.kernels.cpu.native import ActivationForm, Activations, KVType
-from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
-from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
-from pipeline.kernels.step_inputs import IntArray, StepInputs
+from pipeline.kernels.cpu.native import ActivationForm, KVType
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
+from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile
-from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.adapters.slots import DOWN, LoraPlan, gate_up
+from pipeline.stages.execute.adapters.slots import DOWN, gate_up
 from pipeline.stages.execute.cpu.native.attention import NativeAttention
 from pipeline.stages.execute.cpu.native.delta import NativeDelta
 from pipeline.stages.execute.cpu.native.experts import NativeExperts, inputs_of
@@ -25,13 +23,12 @@ from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.lora import NativeLora, PackedAdapter
 from pipeline.stages.execute.cpu.native.memory import NativeMemory, floats_at, have_one_format, rows_of, swiglu_order
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
-from pipeline.stages.execute.cpu.native.panel_file import PanelLocation, PanelStore
+from pipeline.stages.execute.cpu.native.panel_file import PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.cpu.native.supported import unsupported
-from pipeline.stages.execute.cpu.program import MasksLate, Program
-from pipeline.stages.execute.cpu.ranks.group import RankGroup
+from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
-from pipeline.stages.execute.kv import KVPlan, SwapArray
+from pipeline.stages.execute.kv import SwapArray
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
@@ -54,54 +51,35 @@ RANK_LATE = 2
 class NativeProgram(Program):
     """Owns the packed weights, the thread pool, and the parts that record layers and own their memory."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        isa: str,
-        num_threads: int,
-        config: ModelConfig,
-        inputs: StepInputs,
-        sampling_inputs: SamplingInputs,
-        scores: ScoreInputs,
-        kv: KVPlan,
-        swap: SwapArray | None = None,
-        activations: Activations = "int12",
-        kv_type: KVType = KVType.BF16,
-        panels: PanelLocation | None = None,
-        lora: LoraPlan | None = None,
-        ranks: RankGroup | None = None,
-        part: Part | None = None,
-        link: PPLink | None = None,
-    ) -> None:
-        """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are
-        kept there. With `ranks`, the program computes a rank's share, and meets the others at barriers. With a `link`,
-        it is a stage of a pipeline, which computes a `part` of the layers: `kv` is theirs."""
+    def __init__(self, library: ctypes.CDLL, isa: str, plan: ProgramPlan) -> None:
+        config, inputs, num_threads, ranks = plan.config, plan.inputs, plan.num_threads, plan.ranks
+        execute = plan.settings.execute
+        assert execute.activations != "auto", "the runner has chosen"
         assert unsupported(config) is None
         self.isa = isa
         self.name = f"cpu, {isa}"
         self._library = library
         self._config = config
-        self._inputs, self._sampling_inputs = inputs, sampling_inputs
-        self._scores = scores
+        self._inputs, self._sampling_inputs, self._scores = inputs, plan.sampling_inputs, plan.scores
         self._scoring: int | None = None
         self._thread_pool = native_library.ThreadPool(library, num_threads)
-        self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
+        self._panels = None if plan.panels is None else PanelStore(library, self._thread_pool, plan.panels)
         # Addresses are plain numbers; `_memory` keeps the memory alive.
-        self._memory = memory = NativeMemory(library, self._thread_pool, activations, self._panels)
+        self._memory = memory = NativeMemory(library, self._thread_pool, execute.activations, self._panels)
         self._table: tuple[AnyMatrix, native.PackedMatrix] | None = None
         self._head: native.PackedMatrix | None = None
         max_num_tokens = inputs.max_num_tokens
-        self._lora = None if lora is None else NativeLora(library, memory, lora, config, max_num_tokens)
+        self._lora = None if plan.lora is None else NativeLora(library, memory, plan.lora, config, max_num_tokens)
         self._captured: list[native.NativeRows] = []
         self._given = 0, 0
         """Address and width."""
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         self._share = share = share_of(config) if ranks is None else ranks.share
-        self._ranks, self._link = ranks, link
-        self._part = Part(range(config.num_layers)) if part is None else part
-        if link is not None:
-            link.use(self._handle)
+        self._ranks, self._link = ranks, plan.link
+        self._part = Part(range(config.num_layers)) if plan.part is None else plan.part
+        if plan.link is not None:
+            plan.link.use(self._handle)
         gathered = self._gathered = RankMemory(library, memory, ranks)
         self._residual = gathered.floats(max_num_tokens, config.hidden_size)
         self._gated = gathered.rows(max_num_tokens, max(config.inner_sizes, default=0))
@@ -114,8 +92,9 @@ class NativeProgram(Program):
             *(library, self._handle, memory, config, max_num_tokens, self._residual),
             *(norms, gathered, share, self._lora, self._part.layers.start),
         )
+        kv_type = KVType.INT8 if execute.kv_dtype == "int8" else KVType.BF16
         self._attention = NativeAttention(
-            *(library, self._handle, memory, config, inputs, kv, kv_type, norms, self._layers, gathered, share)
+            *(library, self._handle, memory, config, inputs, plan.kv, kv_type, norms, self._layers, gathered, share)
         )
         self._experts = None
         if config.experts is not None:
@@ -123,11 +102,11 @@ class NativeProgram(Program):
         self._delta = None
         if config.delta is not None:
             self._delta = NativeDelta(
-                *(library, self._handle, memory, config, inputs, kv, norms, self._layers, gathered, share)
+                *(library, self._handle, memory, config, inputs, plan.kv, norms, self._layers, gathered, share)
             )
-        self._swap = swap
+        self._swap = plan.swap
         """Keeps the memory alive: the library has only its address."""
-        self._blocks = self._attention.blocks(swap)
+        self._blocks = self._attention.blocks(plan.swap)
 
     def embed(self, embedding: Embedding | None) -> None:
         if embedding is None:

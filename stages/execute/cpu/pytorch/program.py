@@ -11,27 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.settings import Settings
 from pipeline.kernels.attention.kv_layout import LayerKV, layers_of
 from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
 from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions
 from pipeline.kernels.matrix import as_matrix, as_tensor
-from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling.logprobs import write_logprobs
-from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
-from pipeline.kernels.step_inputs import IntArray, StepInputs
+from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile, Target
-from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.rope import Rope
 from pipeline.shm.fence import Fence
-from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, LoraPlan, gate_up
-from pipeline.stages.execute.cpu.program import MasksLate, Program
+from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, gate_up
+from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
 from pipeline.stages.execute.cpu.pytorch.calls import Buffer, Extent, TorchCalls
 from pipeline.stages.execute.cpu.pytorch.delta import TorchDelta
 from pipeline.stages.execute.cpu.pytorch.lora import Matrices, TorchLora
 from pipeline.stages.execute.cpu.sampler import Sampler
-from pipeline.stages.execute.kv import KVPlan, SwapArray, kv_dtype
+from pipeline.stages.execute.kv import SwapArray, kv_dtype
 from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.layers.rope import rotations
 from pipeline.stages.execute.program import (
@@ -54,18 +50,9 @@ POLL_S = 50e-6
 class TorchProgram(Program):
     """Raises ValueError for a device without kernels."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: ModelConfig,
-        inputs: StepInputs,
-        sampling_inputs: SamplingInputs,
-        scores: ScoreInputs,
-        kv: KVPlan,
-        swap: SwapArray | None = None,
-        lora: LoraPlan | None = None,
-    ) -> None:
-        self._ops = ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
+    def __init__(self, plan: ProgramPlan) -> None:
+        config, inputs, kv, lora, execute = plan.config, plan.inputs, plan.kv, plan.lora, plan.settings.execute
+        self._ops = ops = select(execute.device, getattr(torch, execute.dtype))
         self.name = ops.name
         self._config = config
         self._inputs = inputs
@@ -76,15 +63,15 @@ class TorchProgram(Program):
             kv.num_blocks,
             config.num_kv_heads,
             config.head_dim,
-            getattr(torch, kv_dtype(settings.execute)),
+            getattr(torch, kv_dtype(execute)),
             ops.device,
         )
         self.kv: list[LayerKV] = layers_of(self._memory, config.num_kv_heads, config.head_dim)
         """By place in a block."""
         self._layer_locations = kv.layout.layer_locations
         self._lora = None if lora is None else TorchLora(lora, config, inputs)
-        self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
-        self._sampler, self._scores = Sampler(ops, sampling_inputs), scores
+        self._swapped = None if plan.swap is None else ops.kv_swap(torch.from_numpy(plan.swap), self._memory)
+        self._sampler, self._scores = Sampler(ops, plan.sampling_inputs), plan.scores
         self._head: Tensor | None = None
         self._finish: list[tuple[Callable[[Tensor, Any], None], Any]] = []
         """What happens to logits after the last matmul."""
