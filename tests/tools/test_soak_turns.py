@@ -3,6 +3,7 @@ memory counts."""
 
 import os
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -25,10 +26,11 @@ def at(hour: int, minute: int, second: float) -> float:
 
 def test_events_are_sleeps_wakes_and_restarts_of_models() -> None:
     begin_s = 10 * 3600.0
+    approx: Any = pytest.approx
     assert events_of(LOG) == [
-        Event(pytest.approx(begin_s + 1.5), 0.25),
-        Event(pytest.approx(begin_s + 2.0), 0.4),
-        Event(pytest.approx(begin_s + 2.001), 0.45),
+        Event(approx(begin_s + 1.5), 0.25),
+        Event(approx(begin_s + 2.0), 0.4),
+        Event(approx(begin_s + 2.001), 0.45),
     ]
 
 
