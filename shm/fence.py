@@ -10,6 +10,8 @@ process polls has no such call. x86-64 keeps the order of stores, and loads befo
     ring (ring.py)              writes of a message         the eventfd                    eventfd
                                 reads of a message          the store of the position      Fence
                                 the load of the position    writes of the next messages    Fence
+                                writes of a quiet message   the number of messages         Fence
+                                the load of this number     reads of the message           Fence
     grammar masks               writes of masks             the store of the word          Fence
     (stages/execute)            the load of the word        reads of masks                 Fence; acquire in sampler.h
                                 reads of masks              the order for the next ones    socket

@@ -10,8 +10,11 @@ two system calls order the memory accesses of the two processes. Its position te
 system call comes with it, so fences (fence.py) keep the receiver's reads before its store of the position, and the
 sender's writes behind its load. Where fences are not known to do that, edges use sockets (topology.py).
 
-    data   [… free … | length, kind, bytes, padding | length, kind, bytes, padding | … free …]
+    data   [… free … | length, kind, bytes, padding | length, kind, bytes, padding | … free …] published
                      ↑ position of the receiver                                     ↑ position of the sender
+
+A message that can wait is put without a system call: the sender publishes how many messages there are then, and the
+receiver sees them when it is awake for another reason and looks. If it is not, the eventfd tells it of them later.
 
 A process needs tens of microseconds to wake, more on a virtual machine. So a sender that is about to put
 a message can wake the receiver before (`wake`), which then waits for the message awake.
@@ -31,6 +34,8 @@ _HEAD = Struct("<II")
 
 POSITION_BYTES = 8
 """Size of the position segment."""
+PUBLISHED_BYTES = 8
+"""At the end of the data segment: the number of messages that were put until the last one without a wake."""
 _ALIGNMENT = 8
 
 WHOLE = 0
@@ -55,17 +60,20 @@ class RingWriter:
 
     def __init__(self, data: memoryview, position: memoryview, event_fd: int, reserved_bytes: int) -> None:
         assert len(data) % _ALIGNMENT == 0 and len(data) > reserved_bytes, f"a ring of {len(data)} bytes"
-        self._data, self._num_bytes, self._reserved_bytes = data, len(data), reserved_bytes
+        self._data, self._num_bytes, self._reserved_bytes = data, len(data) - PUBLISHED_BYTES, reserved_bytes
+        self._published = data[self._num_bytes :].cast("Q")
+        self._num_put = 0
         self._taken = position[:POSITION_BYTES].cast("Q")
         self._event_fd = event_fd
         self._position = 0
         self._num_quiet = 0
-        """Messages that the receiver does not know of."""
+        """Messages that the eventfd has not counted."""
         self._fence = Fence()
 
     def put(self, *bodies: bytes, wakes: bool = True) -> bool:
         """Put messages, or return False, and put none of them, if there is no room for all of them now. The receiver
-        sees them at once if this `wakes` it, else with `notify` or with the next message that wakes it."""
+        sees them at once if this `wakes` it, else when it looks, with `notify`, or with the next message that wakes
+        it."""
         needed = 0
         for body in bodies:
             needed += _padded(_HEAD.size + len(body))
@@ -75,13 +83,17 @@ class RingWriter:
         for body in bodies:
             self._write(body, WHOLE)
         self._num_quiet += len(bodies)
+        self._num_put += len(bodies)
         if wakes:
             self.notify()
+        else:
+            self._fence()
+            self._published[0] = self._num_put
         return True
 
     def notify(self) -> None:
-        """Let the receiver know of the messages that were put without a wake."""
-        if self._num_quiet:
+        """Let the receiver know of the messages that were put without a wake, unless it has taken them."""
+        if self._num_quiet and self._taken[0] < self._position:
             os.eventfd_write(self._event_fd, self._num_quiet)
             self._num_quiet = 0
 
@@ -96,6 +108,7 @@ class RingWriter:
         for _ in range(num):
             self._write(b"", ELSEWHERE)
         self._num_quiet += num
+        self._num_put += num
         self.notify()
 
     def wake(self) -> None:
@@ -118,12 +131,17 @@ class RingReader:
     """The receiver's end: `position` is writable. The eventfd must not block."""
 
     def __init__(self, data: memoryview, position: memoryview, event_fd: int) -> None:
-        self._data, self._num_bytes = data, len(data)
+        self._data, self._num_bytes = data, len(data) - PUBLISHED_BYTES
+        self._published = data[self._num_bytes :].cast("Q")
         self._taken = position[:POSITION_BYTES].cast("Q")
         self._event_fd = event_fd
         self._position = 0
+        self._num_counted = 0
+        """Messages that the eventfd has counted."""
+        self._num_early = 0
+        """Those that were seen before."""
         self.num_waiting = 0
-        """Messages that were counted and not taken."""
+        """Messages that were seen and not taken."""
         self.was_woken = False
         """The sender called `wake`, and no message was counted since."""
         self._fence = Fence()
@@ -136,9 +154,20 @@ class RingReader:
         """The number of messages that `take` can return now. Makes the descriptor unreadable until the next event."""
         with suppress(BlockingIOError):
             wakes, messages = divmod(os.eventfd_read(self._event_fd), _WAKE)
-            self.num_waiting += messages
+            num_known = min(messages, self._num_early)
+            self._num_early -= num_known
+            self._num_counted += messages
+            self.num_waiting += messages - num_known
             self.was_woken = not messages and (self.was_woken or wakes > 0)
         return self.num_waiting
+
+    def look(self) -> None:
+        """See the messages that were put without a wake: `take` can return them now."""
+        num_new = self._published[0] - self._num_counted - self._num_early
+        if num_new > 0:
+            self._fence()
+            self._num_early += num_new
+            self.num_waiting += num_new
 
     def take(self) -> RingMessage | None:
         """The next message, or None if there is none now."""

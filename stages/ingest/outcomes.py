@@ -53,7 +53,9 @@ class Outcomes:
             compiled_grammar=grammar,
             segment_start=prepared.options.segment_start,
         )
-        self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted)
+        # A gateway has nothing to do for a pooled prompt before its result, with which it is woken.
+        wakes = max_tokens == 0 or prepared.options.pooling == m.Pooling.NONE
+        self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted, wakes=wakes)
         if max_tokens == 0:
             return
         admit = m.Admit(

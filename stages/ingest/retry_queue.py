@@ -26,6 +26,8 @@ class RetryQueue:
         self._refused: dict[Outbox[Any], deque[Any]] = {}
         self._together: dict[Outbox[Any], list[Any]] | None = None
         """Messages of a `together` block."""
+        self._woken: set[Outbox[Any]] = set()
+        """The edges whose receivers such a block wakes."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -40,14 +42,18 @@ class RetryQueue:
             yield
         finally:
             messages, self._together = self._together, None
+            woken, self._woken = self._woken, set()
             for outbox, each in messages.items():
-                if outbox in self._refused or not outbox.send_all(each):
+                if outbox in self._refused or not outbox.send_all(each, wakes=outbox in woken):
                     self._refused.setdefault(outbox, deque()).extend(each)
                     self._start_timer()
 
-    def send(self, outbox: Outbox[Any], message: Any) -> None:
+    def send(self, outbox: Outbox[Any], message: Any, *, wakes: bool = True) -> None:
+        """Send a message. In a `together` block, one that does not wake its receiver waits until that is awake."""
         if self._together is not None:
             self._together.setdefault(outbox, []).append(message)
+            if wakes:
+                self._woken.add(outbox)
             return
         refused = self._refused.get(outbox)
         if refused is None and outbox.send(message):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.shm import segment
-from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter
+from pipeline.shm.ring import POSITION_BYTES, PUBLISHED_BYTES, RingReader, RingWriter
 
 RESERVED_BYTES = 512
 
@@ -29,7 +29,7 @@ def event_fd() -> Iterator[int]:
 
 
 def ends(event_fd: int, num_bytes: int = 1024) -> Ends:
-    data, position = memoryview(bytearray(num_bytes)), memoryview(bytearray(POSITION_BYTES))
+    data, position = memoryview(bytearray(num_bytes + PUBLISHED_BYTES)), memoryview(bytearray(POSITION_BYTES))
     return Ends(RingWriter(data, position, event_fd, RESERVED_BYTES), RingReader(data.toreadonly(), position, event_fd))
 
 
@@ -113,7 +113,7 @@ def test_any_sizes_in_any_turns(steps: list[tuple[int, bool]], num_words: int) -
 
 def test_accesses_that_no_system_call_orders_are_fenced(event_fd: int) -> None:
     """A CPU may not free bytes before they are read, nor write bytes before it knows that they are free."""
-    data, position = memoryview(bytearray(1024)), memoryview(bytearray(POSITION_BYTES))
+    data, position = memoryview(bytearray(1024 + PUBLISHED_BYTES)), memoryview(bytearray(POSITION_BYTES))
     writer = RingWriter(data, position, event_fd, RESERVED_BYTES)
     reader = RingReader(data.toreadonly(), position, event_fd)
     at_fences: list[tuple[bytes, int]] = []
@@ -122,6 +122,69 @@ def test_accesses_that_no_system_call_orders_are_fenced(event_fd: int) -> None:
     assert writer.put(b"one") and at_fences == [(bytes(3), 0)]
     assert reader.take() == (b"one", False) and at_fences[1:] == [(b"one", 0)]
     assert position.cast("Q")[0] == 16
+
+
+def test_a_message_without_a_wake_is_fenced_from_its_number(event_fd: int) -> None:
+    """A receiver that sees how many there are sees all of them."""
+    data, position = memoryview(bytearray(1024 + PUBLISHED_BYTES)), memoryview(bytearray(POSITION_BYTES))
+    writer = RingWriter(data, position, event_fd, RESERVED_BYTES)
+    reader = RingReader(data.toreadonly(), position, event_fd)
+    at_fences: list[tuple[bytes, int]] = []
+    for end in (writer, reader):
+        end._fence = lambda: at_fences.append((bytes(data[8:11]), data[-8]))  # type: ignore[assignment]
+    assert writer.put(b"one", wakes=False) and at_fences == [(bytes(3), 0), (b"one", 0)]
+    reader.look()
+    assert at_fences[2:] == [(b"one", 1)] and reader.num_waiting == 1
+
+
+def test_a_receiver_that_looks_sees_messages_without_a_wake_once(event_fd: int) -> None:
+    writer, reader = ends(event_fd)
+    assert writer.put(b"one") and writer.put(b"two", wakes=False) and writer.put(b"three", wakes=False)
+    reader.look()
+    reader.look()
+    assert [reader.take() for _ in range(4)] == [(b"one", False), (b"two", False), (b"three", False), None]
+    writer.notify()
+    assert select.select([reader], [], [], 0) == ([], [], []), "it has taken all of them"
+    assert writer.put(b"four", wakes=False)
+    reader.look()
+    writer.notify()
+    assert reader.count() == 1, "though the eventfd has counted three"
+    assert writer.put(b"five")
+    assert [reader.take() for _ in range(3)] == [(b"four", False), (b"five", False), None]
+
+
+@given(st.lists(st.sampled_from(["put", "quiet", "notify", "look", "count", "take", "wake"]), max_size=80))
+def test_any_order_of_quiet_messages_and_looks(steps: list[str]) -> None:
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        writer, reader = ends(fd, 8192)
+        waiting: list[bytes] = []
+        num_quiet = 0
+        """Of the newest, which the receiver sees only if it looks."""
+        for number, step in enumerate(steps):
+            body = str(number).encode()
+            if step in ("put", "quiet"):
+                assert writer.put(body, wakes=step == "put")
+                waiting.append(body)
+                num_quiet = num_quiet + 1 if step == "quiet" else 0
+            elif step in ("notify", "wake"):
+                getattr(writer, step)()
+                num_quiet = 0 if step == "notify" else num_quiet
+            elif step == "look":
+                reader.look()
+                num_quiet = 0
+                assert reader.num_waiting <= len(waiting)
+            elif step == "count":
+                assert len(waiting) - num_quiet <= reader.count() <= len(waiting)
+            elif (found := reader.take()) is not None:
+                assert found.data == waiting.pop(0)
+                num_quiet = min(num_quiet, len(waiting))
+            else:
+                assert len(waiting) == num_quiet
+        reader.look()
+        assert [reader.take() for _ in range(len(waiting) + 1)] == [*((body, False) for body in waiting), None]
+    finally:
+        os.close(fd)
 
 
 def test_two_processes(event_fd: int) -> None:

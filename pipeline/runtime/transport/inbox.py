@@ -155,11 +155,13 @@ class Inbox(Generic[T]):
         self._poll.register(fd, select.POLLIN)
 
     def notice(self, fd: int) -> None:
-        """Look at a readable descriptor: afterwards `take` returns what has arrived there. Makes it unreadable until
-        the next event."""
+        """Look at a readable descriptor: afterwards `take` returns what has arrived there, and what other senders have
+        put into rings without a wake. Makes it unreadable until the next event."""
         if (reader := self._readers.get(fd)) is not None:
             reader.count()
             self._was_woken |= reader.was_woken
+            for other in self._readers.values():
+                other.look()
         elif fd not in self._wake_fds:
             self._may_have_message = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 

@@ -183,3 +183,24 @@ def test_a_wait_ends_at_its_timeout_without_using_the_processor(edge: Edge) -> N
     assert not edge.inbox.wait(0.3)
     assert time.monotonic() - begun_s >= 0.29 and time.thread_time() - begun_cpu_s < 0.1
     assert edge.inbox.receive_all() == []
+
+
+def test_a_message_without_a_wake_is_received_when_another_sender_wakes(edge: Edge) -> None:
+    event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    data, position = memoryview(bytearray(NUM_BYTES)), memoryview(bytearray(POSITION_BYTES))
+    address, envelope = address_of(f"test-{os.getpid()}-{next(_numbers)}", "stage.0", 1), m.Envelope("gateway.0", 1)
+    quiet = Outbox[Any](edge.context, address, envelope, 100, RingWriter(data, position, event_fd, RESERVED_BYTES))
+    edge.inbox.replaced("gateway.0", 1, RingEdge(envelope, RingReader(data, position, event_fd)))
+    try:
+        assert quiet.send_all([refuse(1), refuse(2)], wakes=False)
+        assert not edge.inbox.wait(0.05), "it sleeps on"
+        assert edge.outbox.send(refuse(3))
+        assert sorted(one.request_id for one in edge.receive(3)) == [1, 2, 3]
+        quiet.notify()
+        assert not edge.inbox.wait(0.05), "it has received them"
+        assert quiet.send_all([refuse(4)], wakes=False)
+        quiet.notify()
+        assert [one.request_id for one in edge.receive(1)] == [4]
+    finally:
+        quiet.close()
+        os.close(event_fd)

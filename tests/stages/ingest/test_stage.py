@@ -15,6 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.special_layers import DeltaNet
 from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.prompts.prompt_processor import EncodedPrompt, PromptProcessor
@@ -311,6 +312,24 @@ def test_record_widths_follow_from_the_options_of_schedule(rig: Rig) -> None:
     options = tiny.options_of(rig.receive("schedule", m.Admit))
     assert widths(options) == (0, 0, False)
     assert options.max_tokens == 63
+
+
+def test_a_gateway_is_not_woken_for_a_pooled_prompt_before_its_result(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that generates wakes it: its prompt's ids come before any output."""
+    woken: list[bool] = []
+    send_all = Outbox.send_all
+
+    def sent(self: "Outbox[Any]", messages: Any, *, wakes: bool = True) -> bool:
+        woken.extend(wakes for one in messages if isinstance(one, m.Accepted))
+        return send_all(self, messages, wakes=wakes)
+
+    monkeypatch.setattr(Outbox, "send_all", sent)
+    for max_tokens, pooling in ((1, m.Pooling.MEAN), (1, m.Pooling.NONE), (0, m.Pooling.NONE), (1, m.Pooling.ALL)):
+        rig.send(tiny.submit("hi", max_tokens=max_tokens, pooling=pooling), "gateway.0")
+        rig.receive("gateway", m.Accepted)
+    assert woken == [False, True, True, False]
 
 
 def test_the_echo_of_a_chat_is_its_rendered_and_truncated_text(rig: Rig) -> None:
