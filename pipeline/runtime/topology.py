@@ -4,6 +4,8 @@ client ⇄ gateway → ingest → schedule ⇄ execute
              ↑                  ↓
              └── detokenize ←───┘          supervisor ⇄ all
 
+What has no text, the results of a model's pooler, goes from schedule to the gateway.
+
 gateway, ingest and detokenize may have replicas. The kernel assigns a connection to a gateway. The gateway assigns a
 request to an ingest, by its id, and schedule assigns a sequence to a detokenize, by its number (`shard`). They remember
 the choice, because the number of replicas may change (`Rescaled`).
@@ -41,7 +43,7 @@ TOPOLOGY = (
     StageRow(
         "schedule",
         "pipeline.stages.schedule.stage",
-        ("execute", "detokenize", "ingest"),
+        ("execute", "detokenize", "ingest", "gateway"),
         reads=("ingest", "execute"),
         has_arena=True,
     ),
@@ -57,6 +59,7 @@ RINGS = (
     ("schedule", "execute"),
     ("execute", "schedule"),
     ("schedule", "detokenize"),
+    ("schedule", "gateway"),
     ("detokenize", "gateway"),
     ("detokenize", "schedule"),
     ("gateway", "schedule"),

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, GenerationOptions
+from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, GenerationOptions, Pooling
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
@@ -14,6 +14,7 @@ Order = tuple[int, float, int]
 """Rank, arrival and `seq`: the order in which sequences are served."""
 
 NO_ROW = -1
+NO_REPLICA = -1
 
 
 class RequestState(msgspec.Struct, eq=False):
@@ -57,6 +58,11 @@ class RequestState(msgspec.Struct, eq=False):
         return self.token_output_bytes if self.beam_search is None else self.beam_search.token_output_bytes
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether all its output is what the model's pooler makes of the prompt: there is no text."""
+        return self.options.pooling != Pooling.NONE and self.options.max_tokens == 1
+
+    @property
     def n(self) -> int:
         return self.options.n
 
@@ -86,7 +92,7 @@ class Sequence(msgspec.Struct, eq=False):
     order: Order
     """Lower goes first and is preempted last."""
     detokenize: int = 0
-    """The replica of detokenize that gets its output."""
+    """The replica of detokenize that gets its output; NO_REPLICA if none does, because it is pooled."""
     row: int = NO_ROW
     keys: list[bytes] = []
     """Prefix keys of its full blocks, computed on demand."""

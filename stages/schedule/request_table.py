@@ -15,7 +15,7 @@ from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.policies.fair_shares import FairShares
-from pipeline.stages.schedule.request import RequestState, Sequence
+from pipeline.stages.schedule.request import NO_REPLICA, RequestState, Sequence
 from pipeline.stages.schedule.samples.beam_search import BeamSearch, row_options
 from pipeline.stages.schedule.state import SchedulerState
 
@@ -58,7 +58,8 @@ class RequestStates:
         successor receives it again."""
 
     def admit(self, message: m.Admit) -> list[m.Open | m.Reject]:
-        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Reject`.
+        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Reject`. There are
+        none for a pooled prompt, and if the request is here already.
 
         After a restart of a stage, a request may come again: one that is here already is ignored, and one with a higher
         attempt takes its place."""
@@ -103,12 +104,12 @@ class RequestStates:
         self.by_id[request.request_id] = request
         if self._lifecycle.quarantine.is_suspect(request.request_id):
             self._lifecycle.suspect(request)
-        openings: list[m.Open | m.Reject] = [
-            self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
-            if outputs
-            else self._open(request, index, limit, NO_IDS, Finish.NONE)
-            for index in range(options.n)
-        ]
+        openings: list[m.Open | m.Reject] = []
+        for index in range(options.n):
+            ids, finish = (outputs[index], Finish(message.finishes[index])) if outputs else (NO_IDS, Finish.NONE)
+            sequence = self._open(request, index, limit, ids, finish)
+            if not request.is_pooled:
+                openings.append(self._opening_of(sequence, ids))
         if not request.open_sequences:  # the client has all output already
             self._lifecycle.quarantine.ended(request.request_id, is_complete=True)
         return openings
@@ -183,7 +184,7 @@ class RequestStates:
         """The replica of detokenize that gets a new sequence, or a new refusal."""
         return shard(opening.seq if isinstance(opening, m.Open) else opening.request_id, self.num_detokenize)
 
-    def _open(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
+    def _open(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> Sequence:
         """Create a sequence that continues output that the client has, or finish it at once if that is complete."""
         if request.beam_search is not None:
             return self._open_beam(request, index, limit, outputs, finish)
@@ -199,7 +200,7 @@ class RequestStates:
             ids,
             limit,
             order,
-            shard(self._next_seq, self.num_detokenize),
+            NO_REPLICA if request.is_pooled else shard(self._next_seq, self.num_detokenize),
             finish=finish,
             num_resumed_tokens=len(ids),
             resumed_finish=finish,
@@ -211,7 +212,7 @@ class RequestStates:
             self._lifecycle.add(sequence)
         else:
             self._output_buffer.add_closing(sequence, len(ids), finish)
-        return self._opening_of(sequence, outputs)
+        return sequence
 
     def _order_of(self, request: RequestState) -> float:
         """What orders requests of a rank: the arrival, or with an encoder the turn among scopes."""
@@ -220,7 +221,7 @@ class RequestStates:
         waiting = self._lifecycle.waiting
         return self._shares.tag(request.scope_id, len(request.prompt), waiting.first_order[1] if waiting else None)
 
-    def _open_beam(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
+    def _open_beam(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> Sequence:
         """Create a sequence of a beam search. If the client has some output, the search finds it again."""
         order = (self._policy.rank(request), request.arrival_s, self._next_seq)
         replica = shard(self._next_seq, self.num_detokenize)
@@ -230,7 +231,7 @@ class RequestStates:
         self._next_seq += 1
         request.sequences.append(sequence)
         self._lifecycle.add(sequence)
-        return self._opening_of(sequence, outputs)
+        return sequence
 
     def _opening_of(self, sequence: Sequence, outputs: Ids) -> m.Open:
         request = sequence.request
@@ -287,6 +288,7 @@ class RequestStates:
         lost += [one.request_id for _, one in self._rejections.values() if one.gateway == gateway]
         for request_id in lost:
             self._drop(request_id)
+        self._output_buffer.pooled.mark_sent(gateway)
 
     def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died."""

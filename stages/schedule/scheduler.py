@@ -54,7 +54,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- requests
 
     def admit(self, message: m.Admit) -> list[m.Open | m.Reject]:
-        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Reject`."""
+        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Reject`. There are
+        none for a pooled prompt, and if the request is here already."""
         return self._request_table.admit(message)
 
     def abort(self, message: m.Abort) -> None:

@@ -322,13 +322,14 @@ class ScheduleStage:
             self._stage.arrays.done_all(message)  # its gateway had died before this process started: no one closes it
             return
         begin_s = time.monotonic()
+        known = self._scheduler.requests.get(message.request_id)
         openings = self._scheduler.admit(message)
+        if not openings and self._scheduler.requests.get(message.request_id) is known:
+            return  # it is here already
         for opening in openings:
             self._reports.add(opening)
-        if not openings:
-            return  # it is here already
         self._sleep.admitted()
-        what = "refused" if isinstance(openings[0], m.Reject) else "queued"
+        what = "refused" if openings and isinstance(openings[0], m.Reject) else "queued"
         self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": len(openings)}})
         if (trace := self._stage.trace).on:
             trace.span("admit", begin_s, time.monotonic(), {"n": len(openings)}, (message.request_id,))

@@ -45,6 +45,8 @@ def outcome_of(
     fails = [position for position, token_id in enumerate(ids) if token_id in options.bias_ids]
     if fails:
         ids, natural = ids[: fails[0]], Finish.ERROR
+    if options.pooling != m.Pooling.NONE:
+        return Outcome(ids, "", natural, None)
     processor = OutputProcessor(vocabulary)
     tail = np.array(prompt[-PROMPT_TAIL:], np.int32).tobytes()
     processor.open(m.Open(1, 1, 1, index, 0, tail, raw(msgspec.structs.replace(options, num_logprobs=-1))))
@@ -243,7 +245,7 @@ class Ledger:
 def random_case(
     rng: Random, number: int, vocabulary: Vocabulary, max_model_len: int, num_blocks: int, block_size: int
 ) -> Case:
-    """A request with its outcomes. Some stop early by an id or a text, some fail, some are too long."""
+    """A request with its outcomes. Some stop early by an id or a text, some fail, are too long, or are pooled."""
     prompt = list(range(rng.randint(1, 60)))  # all of these share a prefix
     if rng.random() < 0.5:
         prompt = [rng.randint(0, 3) for _ in range(rng.randint(1, 50))]
@@ -273,8 +275,12 @@ def random_case(
         options = msgspec.structs.replace(options, stop=[text[begin : begin + rng.randint(1, 4)], "no"])
     elif way < 0.6:
         options = msgspec.structs.replace(options, bias_ids=[rng.choice(likely.ids)], bias_values=[1.0])
+    elif way > 0.85:
+        pooled = {"n": 1, "max_tokens": 1, "pooling": m.Pooling.MEAN, "num_logprobs": -1, "num_prompt_logprobs": -1}
+        options, limit = msgspec.structs.replace(options, **pooled), 1
     case = Case(number, prompt, options, outcomes(), texts=[""] * options.n)
     case.is_too_long = -(-(len(prompt) + limit - 1) // block_size) > num_blocks
-    if rng.random() < 0.2 and not options.bias_ids and options.num_prompt_logprobs < 0:
+    may_resume = not options.bias_ids and options.num_prompt_logprobs < 0 and options.pooling == m.Pooling.NONE
+    if rng.random() < 0.2 and may_resume:
         case.nums_given = [rng.randint(0, len(outcome.ids)) for outcome in case.outcomes]
     return case

@@ -85,6 +85,7 @@ class ScheduleProcess:
         # A gateway that has died sends no `Closed` after its `Abort`.
         assert not table._tombstones or "gateway" in num_deaths, "an abort was not forgotten"
         assert not scheduler.lifecycle.quarantine.is_active
+        assert not scheduler.output_buffer.pooled.pending
         for replica, openings in enumerate(self.loop._reports.openings):
             assert not openings and scheduler.output_buffer.pending(replica) is None
 

@@ -47,7 +47,8 @@ class Rejected(Message, frozen=True, tag="rejected"):
 
 
 class Deltas(Message, frozen=True, tag="deltas"):
-    """From detokenize: progress of some sequences. Parallel lists, at most one entry for each sequence."""
+    """From detokenize, or for pooled prompts from schedule: progress of some sequences. Parallel lists, at most one
+    entry for each sequence."""
 
     request_ids: list[int]
     attempts: list[int]
@@ -69,7 +70,7 @@ class Deltas(Message, frozen=True, tag="deltas"):
     settled_s: float = 0.0
     """When schedule sent the newest of these ids."""
     sent_s: float = 0.0
-    """When detokenize sent this."""
+    """When this was sent."""
     token_outputs: list[bytes] = []
     """By entry, the token outputs of its ids, or nothing if the request has none; see
     pipeline/runtime/token_outputs.py. Empty if no entry has any; likewise the next."""

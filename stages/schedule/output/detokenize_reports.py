@@ -1,6 +1,5 @@
-"""Reports to detokenize: sequences that begin, then output. What a full edge refuses goes with the next report."""
-
-from collections.abc import Sequence
+"""Reports to detokenize: sequences that begin, then output. What a full edge refuses goes with the next report.
+Replies to pooled prompts go to their gateways."""
 
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -28,22 +27,25 @@ class DetokenizeReports:
         """Any process forwards it."""
         self.openings[0].append(reset)
 
-    def _may_wait(self, openings: Sequence[m.Open | m.Reject | m.PrefixCacheReset]) -> bool:
-        """Whether detokenize has nothing to do for these before there is output, with which it is woken: a text of an
-        encoder has it after one step."""
-        return self._scheduler.config.is_encoder and all(isinstance(one, m.Open) for one in openings)
-
     def send(self) -> bool:
         """Send new output. Returns False if an edge is full: the rest goes with the next report."""
-        all_sent = True
+        all_sent = self._send_pooled()
         for replica in range(len(self._outboxes)):
             all_sent &= self._send_to(replica)
         return all_sent
 
+    def _send_pooled(self) -> bool:
+        pooled = self._scheduler.output_buffer.pooled
+        for gateway in list(pooled.pending):
+            message = pooled.message(gateway, self._stage.replay_context.monotonic())
+            if self._stage.outbox("gateway", gateway).send(message):
+                pooled.mark_sent(gateway)
+        return not pooled.pending
+
     def _send_to(self, replica: int) -> bool:
         detokenize, openings = self._outboxes[replica], self.openings[replica]
         if openings:
-            if not detokenize.send_all(openings, wakes=not self._may_wait(openings)):
+            if not detokenize.send_all(openings):
                 return False
             openings.clear()
         report = self._scheduler.output_buffer.pending(replica, self._stage.replay_context.monotonic())

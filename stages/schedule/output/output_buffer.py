@@ -1,4 +1,5 @@
 """Output on its way to detokenize: settled ids of running sequences, and the last ids of those that left their row.
+Pooled prompts have none there (pooled_replies.py).
 
 Output stays pending until it was sent. If a full socket refuses a message, the next one has its content too.
 
@@ -14,6 +15,7 @@ import numpy as np
 from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import NO_ROWS, Ids, Int64s, Put
+from pipeline.stages.schedule.output.pooled_replies import PooledReplies
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
@@ -52,6 +54,7 @@ class OutputBuffer:
         """Rows in the last pending message, and how many of their ids are settled."""
         self.settled_run: DecodeRun | None = None
         """The run whose step was settled last, if that was a step of a run."""
+        self.pooled = PooledReplies()
         for _ in puts:
             self.add_replica()
 
@@ -69,6 +72,10 @@ class OutputBuffer:
 
     def add_closing(self, sequence: Sequence, num_sent: int, finish: Finish) -> None:
         """Add the ids of a sequence without a row from `num_sent` on, and its finish."""
+        if sequence.request.is_pooled:
+            if finish != Finish.NONE:  # it was not preempted
+                self.pooled.add(sequence, num_sent, finish)
+            return
         fresh = sequence.ids[num_sent:]
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)

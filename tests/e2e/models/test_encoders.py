@@ -155,7 +155,8 @@ def test_generation_is_refused_and_names_the_tasks(server: Server) -> None:
     assert refused["code"] == "unsupported_task" and "its tasks are" in refused["message"]
 
 
-STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
+STAGES = ("gateway", "ingest", "schedule", "execute")
+"""Those that a request passes: vectors have no text."""
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,10 @@ class Pair:
             outputs=[np.array(ids, np.int32).tobytes() for ids in request.outputs],
             finishes=bytes(len(request.outputs)),
         )
-        for opening in self.scheduler.admit(admit):
+        openings = self.scheduler.admit(admit)
+        if (admitted := self.scheduler.requests.get(request_id)) is not None and admitted.is_pooled:
+            self._texts[request_id, 0], self.token_outputs[request_id, 0] = [], b""
+        for opening in openings:
             assert isinstance(opening, m.Open), opening
             self._opened[opening.seq] = request_id, opening.index
             self._texts[request_id, opening.index] = list(request.outputs[opening.index]) if request.outputs else []
@@ -219,6 +222,7 @@ class Pair:
         self.scheduler.settle(result)
 
     def _report(self) -> None:
+        self._report_pooled()
         settled = self.scheduler.output_buffer.pending()
         if settled is None:
             return
@@ -246,3 +250,20 @@ class Pair:
             if finish == Finish.ERROR:
                 self.errors[self._opened[seq]] = errors.pop(0)
         assert not token_outputs and not errors
+
+    def _report_pooled(self) -> None:
+        """What schedule sends the gateway itself."""
+        pooled = self.scheduler.output_buffer.pooled
+        for gateway in list(pooled.pending):
+            message = pooled.message(gateway, 0.0)
+            pooled.mark_sent(gateway)
+            errors = list(message.errors)
+            each = zip(message.request_ids, message.indexes, message.finishes, message.token_outputs, strict=True)
+            ids = np.split(np.frombuffer(message.ids, np.int32), np.cumsum(message.num_ids)[:-1])
+            for (request_id, index, finish, token_outputs), sampled in zip(each, ids, strict=True):
+                self._texts[request_id, index] += sampled.tolist()
+                self.token_outputs[request_id, index] += token_outputs
+                self._finished[request_id, index] = Finish(finish)
+                if finish == Finish.ERROR:
+                    self.errors[request_id, index] = errors.pop(0)
+            assert not errors
