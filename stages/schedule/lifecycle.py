@@ -182,9 +182,8 @@ class SequenceLifecycle:
             num_listed = min(num_listed, MAX_SUSPECTS - 1)  # else those that come are not listed
         if not (is_quarantined or self._was_quarantined or len(self._suspects) > num_listed):
             return
-        listed = dict.fromkeys(one.request.request_id for one in self._rows.sequences if one is not None)
-        for queue in (self.waiting.sequences, self.adapters):
-            listed.update(dict.fromkeys(one.request.request_id for one in queue))
+        here = (*filter(None, self._rows.sequences), *self.waiting.sequences, *self.adapters)
+        listed = dict.fromkeys(one.request.request_id for one in here)
         if steps := self._in_flight.steps:
             listed.update((request_id, None) for step_id, request_id in self._left if step_id >= steps[0].step_id)
         swapped = (one.request.request_id for one in self.swapped)

@@ -85,7 +85,7 @@ class SchedulerState:
         self.kv_cache_manager = KVCacheManager(
             config, self.rows, context.kv_index, context.swap_index, context.executor, state_pools
         )
-        self.output_buffer = OutputBuffer(self.rows, self.output_puts)
+        self.output_buffer = OutputBuffer(self.rows, self.output_puts, is_encoder=config.is_encoder)
         self.preemption_costs = PreemptionCosts(
             config.preemption, self.rows, self.cost_model, self.kv_cache_manager, config.block_size
         )

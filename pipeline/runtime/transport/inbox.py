@@ -169,8 +169,8 @@ class Inbox(Generic[T]):
         """Whether a message that was noticed waits."""
         if self._may_have_message or self._released:
             return True
-        for edge in self._edges:  # noqa: SIM110 - once per turn: no generator
-            if edge.is_ready():
+        for edge in self._edges:  # noqa: SIM110 - once per turn: no generator, and no call for each edge
+            if edge.early if edge.awaits_socket else edge.reader.num_waiting:
                 return True
         return False
 
@@ -261,7 +261,7 @@ class Inbox(Generic[T]):
         if self._released:
             return self._released.popleft()
         for edge in self._edges:
-            if (body := edge.take()) is not None:
+            if (edge.reader.num_waiting or edge.awaits_socket) and (body := edge.take()) is not None:
                 return edge.envelope, body
         while self._may_have_message:
             try:

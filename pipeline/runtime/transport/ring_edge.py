@@ -33,7 +33,3 @@ class RingEdge:
             return None
         self.awaits_socket = False
         return self.early.popleft()
-
-    def is_ready(self) -> bool:
-        """Whether `take` would return a message."""
-        return bool(self.early if self.awaits_socket else self.reader.num_waiting)

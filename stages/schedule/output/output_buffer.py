@@ -43,8 +43,10 @@ class OutputBuffer:
     """Owns how many ids of each row were sent (`RowTracker.sent`), and the closing outputs that were not sent yet, for
     each replica of detokenize."""
 
-    def __init__(self, rows: RowTracker, puts: list[Put]) -> None:
+    def __init__(self, rows: RowTracker, puts: list[Put], *, is_encoder: bool = False) -> None:
+        """The rows of an encoder have no output before their sequences end."""
         self._rows = rows
+        self._is_encoder = is_encoder
         self._puts = puts
         """By replica. The list grows."""
         self._closings: list[list[ClosingOutput]] = []
@@ -118,6 +120,9 @@ class OutputBuffer:
     def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """The next message to a replica, or None. `mark_sent` removes its content. `now_s` is by time.monotonic()."""
         rows, put = self._rows, self._puts[replica]
+        closings, prompts = self._closings[replica], self._prompts[replica]
+        if self._is_encoder and not (closings or prompts):
+            return None
         if self.settled_run is not None and (settled := self._of_run(self.settled_run, replica, now_s)) is not None:
             return settled
         fresh = rows.order
@@ -128,7 +133,6 @@ class OutputBuffer:
         if np.count_nonzero(is_fresh) < len(is_fresh):
             fresh, num_tokens, starts = fresh[is_fresh], num_tokens[is_fresh], starts[is_fresh]
         self._pending_rows[replica] = fresh, num_tokens
-        closings, prompts = self._closings[replica], self._prompts[replica]
         if len(fresh) == 0 and not closings and not prompts:
             return None
         counts = num_tokens - starts
