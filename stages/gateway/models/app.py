@@ -22,7 +22,7 @@ from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.apis.ollama import models as ollama
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http.applications import Applications
 from pipeline.stages.gateway.http.early_stream import BEGUN, fail, wait_with_keep_alives
 from pipeline.stages.gateway.http.route import Route
@@ -128,7 +128,10 @@ class ModelsApp(Applications):
         found = self._table.serving()
         response_id = http_request.match_info["response_id"]
         owner = next((one for one in found if one.gateway and one.gateway.api.responses.has(response_id)), None)
-        return await self._serve(route, http_request, owner or (found[0] if found else self._table.default()))
+        if owner is None and not found:  # no model is loaded for that: a web page may have sent it
+            message = f"Response with id '{shown(response_id)}' not found."
+            raise ApiError(HTTPStatus.NOT_FOUND, message, "response_id", "response_not_found")
+        return await self._serve(route, http_request, owner or found[0])
 
     async def _serve(
         self, route: Route, http_request: web.Request, model: ModelEntry, *, streams: bool = False

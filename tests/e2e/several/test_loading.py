@@ -4,6 +4,7 @@ import hashlib
 import json
 import signal
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -256,6 +257,15 @@ def test_a_key_that_has_used_its_limit_loads_no_model(keyed: Server) -> None:
     for path in ("/models/load", "/api/show"):
         assert error_of(keyed, path, {"model": "other"}, SLOW_KEY)[0] == 429
     assert state() == "unloaded", "others have the memory"
+
+
+def test_a_response_that_is_not_stored_loads_no_model(folders: Path) -> None:
+    """Any web page can send a GET request."""
+    with Server(config=config(folders, "no-responses", top="load_at_start = false")) as server:
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            ask(server, "/v1/responses/resp_1")
+        assert raised.value.code == 404 and b"not found" in raised.value.read()
+        assert set(states(server).values()) == {"unloaded"}
 
 
 def test_a_time_that_no_float_can_hold_is_for_ever(keyed: Server) -> None:
