@@ -32,22 +32,20 @@ from pipeline.runtime.security.client_address import client_address
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
 MAX_CHUNKS = 8192
-"""Buffered chunks of a body. aiohttp stops reading at 16,384."""
+"""Buffered chunks of a body; aiohttp stops at 16,384."""
 MAX_PIPELINED = 2
 """Requests that wait behind the one that is answered before the connection is read no more, besides those of the same
 read. With aiohttp's 32, a connection keeps as many bodies of 256 KiB, which nothing counts."""
 BODY_STEP_BYTES = 64 * 1024
 """What is read at once of a body whose length is known: it is not parsed before all of it has arrived."""
 LARGE_BODY_BYTES = 512 * 1024
-"""Larger ones have their turns as this one has. It is in another class of pipeline/runtime/queues/fair_queue.py than
-what one turn reads, so that a body that ends soon does not wait behind those that go on."""
+"""Larger ones have their turns as this one has, in another class of pipeline/runtime/queues/fair_queue.py than what one
+turn reads: a body that ends soon does not wait behind those that go on."""
 IDLE_CONNECTION_S = 300.0
 """Keep-alive time of idle connections."""
-CLOSE_S = 1.0
-"""Time for responses to end at `cleanup`."""
+CLOSE_S = 1.0  # time for responses to end at `cleanup`
 HEAD_S = 30.0
-"""Time for the head of a request to arrive, from its first byte; for the first request, from the connection's start. A
-client that sends a byte now and then would keep a descriptor for ever."""
+"""Time for the head of a request, from its first byte; of the first request, from the connection's start."""
 
 
 class HttpConnection(web.RequestHandler):
@@ -98,6 +96,10 @@ class HttpConnection(web.RequestHandler):
     def is_idle(self) -> bool:
         """Whether no request is being read, except for its head, or answered."""
         return self._current_request is None and not self._messages
+
+    @property
+    def is_kept_alive(self) -> bool:
+        return self.is_idle and not self._num_of_head
 
     @property
     def is_paused(self) -> bool:
@@ -350,9 +352,10 @@ class HttpListener:
         await self._site.start()
 
     async def stop(self) -> None:
-        """Accept no more connections. Those that are open go on."""
+        """Accept no more connections, and end those that are kept alive. Where a request is open, it goes on."""
         if self._site is not None:
             await self._site.stop()
+            self._connections.end_kept_alive()
 
     async def cleanup(self) -> None:
         """Close all connections, and the application. Idempotent."""

@@ -26,7 +26,8 @@ from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.process.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.inbox import Inbox
-from pipeline.supervisor.admin.admin_server import AdminServer, Questions
+from pipeline.supervisor.admin.admin_server import AdminServer
+from pipeline.supervisor.admin.questions import Questions
 from pipeline.supervisor.admin.stats_collector import StatsCollector
 from pipeline.supervisor.crashes.crash_reports import CrashReports
 from pipeline.supervisor.processes.children import ChildTable
@@ -38,6 +39,7 @@ from pipeline.supervisor.reconfigure.reload import Reloads
 from pipeline.supervisor.reconfigure.scaling import Scaling
 from pipeline.supervisor.reconfigure.stage_processes import StageProcesses
 from pipeline.supervisor.restart.restarts import Restarts
+from pipeline.supervisor.restart.server_restart import AskRestart
 from pipeline.supervisor.restart.sleep import Sleeper
 from pipeline.supervisor.restart.stage_deaths import StageDeaths
 from pipeline.supervisor.run_mode import RunMode
@@ -62,6 +64,7 @@ class SupervisorLoop:
         admins: list[socket.socket],
         url: str,
         log: logging.Logger,
+        restart_server: AskRestart,
         fork_server: ForkServer | None = None,
     ) -> None:
         """`listeners` has one socket for each gateway, in order; each is closed when its gateway has drained. So has
@@ -114,7 +117,7 @@ class SupervisorLoop:
             self.crash_reports,
             log,
         )
-        self._reloads = Reloads(
+        self.reloads = Reloads(
             run_mode,
             resources,
             self.state,
@@ -137,15 +140,15 @@ class SupervisorLoop:
             self._stats_collector.gather,
             self.table.names_of_ready,
             self._restart,
-            self._reloads.ask,
-            lambda: self._reloads.source,
+            self.reloads.ask,
+            lambda: self.reloads.source,
             self._restarts.spans.trace,
             self._sleeper.change,
+            restart_server,
         )
         self._signals: StopSignals = TerminationSignals() if run_mode.model is None else run_mode.model.signals
-        self.poller.register(self._inbox.fileno(), zmq.POLLIN)
-        self.poller.register(self._signals.fileno(), zmq.POLLIN)
-        self.poller.register(self._admin_server.fileno(), zmq.POLLIN)
+        for fd in (self._inbox.fileno(), self._signals.fileno(), self._admin_server.fileno()):
+            self.poller.register(fd, zmq.POLLIN)
 
     @property
     def is_asleep(self) -> bool:
@@ -355,8 +358,8 @@ class SupervisorLoop:
             self._scaling.drained(name)
             return
         self.state.drained.add(name)
-        # New connections are refused instead of waiting in the backlog.
-        self._listeners[topology.replica_of(name)].close()
+        if not self.state.keeps_sockets:  # new connections are refused instead of waiting in the backlog
+            self._listeners[topology.replica_of(name)].close()
 
     # -------------------------------------------------------------------------------------------- stats and health
 
@@ -374,8 +377,7 @@ class SupervisorLoop:
 
     def _forget(self, name: str) -> None:
         """A process is going to be removed."""
-        self._heartbeats.forget(name)
-        self._questions.lost(name)
+        self._falls_asleep(name)
         self._stats_collector.forget(name)
 
     def end_scaling(self) -> None:

@@ -13,6 +13,7 @@ from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.processes.process import ChildProcess
+from pipeline.supervisor.restart.server_restart import AskRestart
 from pipeline.supervisor.shared.shared_keys import SharedKeys
 from pipeline.supervisor.signals import StopSignals
 
@@ -33,11 +34,13 @@ class ModelRun:
         admit: Callable[[m.Prepared], bool],
         on_serving: Callable[[], None],
         take_turn: "Callable[[Sleeper], None]",
+        restart_server: AskRestart,
     ) -> None:
         """`start_gateway` starts its gateway stage in the process that all models share. `admit` says whether the
         prepared model fits into memory_bytes. `on_serving` is called when it serves.
         `take_turn` is called in each turn of its loop while it serves: it puts the model to sleep
-        for another one, or wakes it."""
+        for another one, or wakes it. `restart_server` replaces the whole server, and calls `Done` in the model's
+        thread."""
         self.name = name
         self.keys = keys
         self.signals = signals
@@ -45,6 +48,9 @@ class ModelRun:
         self.admit = admit
         self.on_serving = on_serving
         self.take_turn = take_turn
+        self.restart_server = restart_server
+        self.drain: m.Drain | None = None
+        """How its gateway drains, if another server takes over."""
 
 
 class RunMode(msgspec.Struct, frozen=True):
@@ -62,6 +68,8 @@ class RunMode(msgspec.Struct, frozen=True):
     """Run all stages as threads of one process."""
     model: "ModelRun | None" = None
     """Of one of several models."""
+    takes_over: bool = False
+    """It replaces a server that has its sockets until it is ready."""
     source: SettingsSource | None = None
     """Where the settings came from, to read it again; None if a program gave them."""
 
@@ -90,6 +98,8 @@ class RunMode(msgspec.Struct, frozen=True):
             launch = msgspec.structs.replace(launch, entry=topology.INSTANT)
         if launch.name == self.foreground:
             launch = msgspec.structs.replace(launch, foreground=True, break_at=self.break_at)
+        if self.takes_over and launch.stage == "gateway":
+            launch = msgspec.structs.replace(launch, takes_over=True)
         if self.model is not None:
             launch = msgspec.structs.replace(launch, model=self.model.name)
         return launch

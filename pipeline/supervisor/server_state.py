@@ -16,6 +16,8 @@ class ServerState:
         self.is_serving = False
         """Set by the supervisor, as is `is_ending`."""
         self.is_ending = False
+        self.keeps_sockets = False
+        """The listening sockets stay open at the end, for the next server. Set by the supervisor."""
         self.reasons: dict[str, str] = {}
         """Why stages failed, in their own words: set by the loop, taken when they end."""
         self.drained: set[str] = set()

@@ -37,6 +37,8 @@ from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.restart.recovery import MAX_FAILED_STARTS
+from pipeline.supervisor.restart.server_restart import NO_LIMIT_S, RestartOrder, ServerRestart
+from pipeline.supervisor.restart.server_restart import Done as RestartDone
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.listeners import url_of, zmq_address
 from pipeline.supervisor.shared.resources import SharedResources
@@ -64,9 +66,12 @@ class Supervisor:
         admins: list[socket.socket] | None = None,
         book: KeyBook | None = None,
         fork_server: ForkServer | None = None,
+        restart: ServerRestart | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """`book` has read the keys; None if they can't be read again. Without a `fork_server`, which belongs to the
-        caller, each process is started with exec."""
+        caller, each process is started with exec. `restart` replaces the server; None if it belongs to a program.
+        `on_ready` is called when it serves."""
         self._run_mode = run_mode or RunMode()
         admins = admins if admins is not None else []
         self._listeners = listeners
@@ -78,8 +83,11 @@ class Supervisor:
         shared_keys = None if self._run_mode.model is None else self._run_mode.model.keys
         self._resources = SharedResources(settings, listeners, admins, keys, book, shared_keys)
         self._loop = SupervisorLoop(
-            settings, self._run_mode, self._resources, listeners, admins, self._url, log, fork_server
+            *(settings, self._run_mode, self._resources, listeners, admins, self._url, log),
+            self._restart_server,
+            fork_server,
         )
+        self._restart, self._on_ready = restart, on_ready
 
     # ----------------------------------------------------------------------------------------------------- life
 
@@ -233,6 +241,7 @@ class Supervisor:
         )
         if self._run_mode.model is not None:
             self._run_mode.model.on_serving()
+        self._on_ready()
 
     def _where(self) -> dict[str, str]:
         """Where clients reach the server, besides its URL, for the log."""
@@ -243,15 +252,17 @@ class Supervisor:
 
     def _watch(self) -> int:
         """Serve until a signal comes or a stage ends, then stop in order."""
-        code = self._run_until_stopped(lambda: False, float("inf"))
+        code = self._run_until_stopped(lambda: self._restart is not None and self._restart.turn(), float("inf"))
         self._loop.state.is_ending = True
         self._loop.end_scaling()
         gateways = topology.among(self._loop.table.children, "gateway")
         if code == EXIT_OK:
-            timeout_s = self._resources.settings.supervisor.drain_timeout_s
-            self._log_event("draining", timeout_s=timeout_s, stop_now="Ctrl-C or SIGTERM again")
+            drain = self._drain
+            timeout_s, self._loop.state.keeps_sockets = drain.deadline_s, drain.has_successor
+            shown = "none" if timeout_s == NO_LIMIT_S else timeout_s
+            self._log_event("draining", timeout_s=shown, stop_now="Ctrl-C or SIGTERM again")
             for name in gateways:
-                self._loop.table.outboxes[name].send(m.Drain(timeout_s))
+                self._loop.table.outboxes[name].send(drain)
             code = self._run_until_stopped(lambda: self._are_drained(gateways), timeout_s + NOTIFY_CLIENTS_S)
         if code == EXIT_STAGE_DIED:
             stage, reason = next(iter(self._loop.state.reasons.items()))
@@ -264,6 +275,24 @@ class Supervisor:
             code = max(code, EXIT_STAGE_DIED)
         self._log_event("stopped", code=code)
         return code
+
+    @property
+    def _drain(self) -> m.Drain:
+        """How the gateways drain."""
+        model = self._run_mode.model
+        given = model.drain if model is not None else self._restart.drain if self._restart is not None else None
+        return given or m.Drain(self._resources.settings.supervisor.drain_timeout_s)
+
+    def _restart_server(self, order: RestartOrder, done: RestartDone) -> None:
+        """Replace the whole server."""
+        if self._run_mode.model is not None:
+            self._run_mode.model.restart_server(order, done)
+        elif self._restart is None:
+            done(0, "this server belongs to a program: end it, and start it again")
+        elif not self._loop.state.takes_changes:
+            done(0, "the server is starting or shutting down")
+        else:
+            self._restart.ask(order, self._loop.reloads.source, 0, done)
 
     def _run_until_stopped(self, condition: Callable[[], bool], timeout_s: float) -> int:
         """Run the loop until a condition holds, the timeout passes or a signal comes (all `EXIT_OK`), or a stage ends

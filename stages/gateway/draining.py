@@ -11,7 +11,7 @@ from pipeline.stages.gateway.apis.responses.handlers import ResponsesApi
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.readiness import Readiness
-from pipeline.stages.gateway.replayed import LEAVING, SHUTTING_DOWN
+from pipeline.stages.gateway.replayed import ENDS, SHUTTING_DOWN
 
 FAIL_S = 1.5
 """After the deadline of a drain: time for streams to send their error, and for the stages to close them."""
@@ -31,16 +31,19 @@ class Draining:
         responses: ResponsesApi,
         fail_streams: Callable[[ApiError], None],
         stop_listening: Callable[[], Awaitable[None]],
+        leave_sockets: Callable[[], Awaitable[None]],
         create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """`fail_streams` ends those over ZeroMQ. `stop_listening` closes the listener for clients. `create_task`
-        starts a task whose failure ends the stage."""
+        """`fail_streams` ends those over ZeroMQ. `stop_listening` closes the listener for clients, `leave_sockets` all
+        listeners, and the connections that nothing is open on. `create_task` starts a task whose failure ends the
+        stage."""
         self._stage = stage
         self._readiness = readiness
         self._requests = requests
         self._responses = responses
         self._fail_streams = fail_streams
         self._stop_listening = stop_listening
+        self._leave_sockets = leave_sockets
         self._create_task = create_task
         self._task: asyncio.Task[None] | None = None
 
@@ -62,34 +65,37 @@ class Draining:
         if num_cancelled := self._responses.cancel_background(error):
             self._stage.log.info("cancelled background responses", extra={"fields": {"responses": num_cancelled}})
 
-    def start(self, deadline_s: float, *, again: bool = True) -> None:
-        """Start to drain. With `again`, a running drain is replaced: the new deadline is earlier."""
+    def start(self, deadline_s: float, *, again: bool = True, has_successor: bool = False) -> None:
+        """Start to drain. With `again`, a running drain is replaced: the new deadline is earlier. With `has_successor`,
+        another server listens at the same sockets."""
         if self._stage.replay_context.is_replaying:
             return  # its effects are in the recording
         if self._task is not None:
             if not again:
                 return
             self._task.cancel()
-        self._task = self._create_task(self._drain(deadline_s))
+        self._task = self._create_task(self._drain(deadline_s, has_successor=has_successor))
 
-    async def _drain(self, deadline_s: float) -> None:
+    async def _drain(self, deadline_s: float, *, has_successor: bool) -> None:
         """Wait until the deadline for open streams to finish, fail the rest, then report that nothing is open."""
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
-        error = SHUTTING_DOWN
-        if self._requests.num_requests and deadline_s and not self._readiness.is_leaving:
+        name = b""
+        if self._requests.num_requests and deadline_s and (has_successor or not self._readiness.is_leaving):
             self._stage.supervisor.send(m.WakeRequested())
+        if has_successor:
+            await self._leave_sockets()
         if self._readiness.is_leaving:
-            error = LEAVING
+            name = b"replaced" if has_successor else b"leaving"
             linger_s = min(LINGER_S, deadline_s)
             await asyncio.sleep(linger_s)
             await self._idle_within(deadline_s - linger_s)
             deadline_s, self._readiness.is_draining = 0.0, True
-            self._cancel_background(error)
+            self._cancel_background(ENDS[name])
         if not await self._idle_within(deadline_s):
-            self._requests.fail_all(error, is_leaving=self._readiness.is_leaving)
-            self._fail_streams(error)
+            self._requests.fail_all(ENDS[name], name)
+            self._fail_streams(ENDS[name])
             await self._idle_within(FAIL_S)
-        if self._readiness.failure is None:  # else keep answering with the reason
+        if self._readiness.failure is None and not has_successor:  # else keep answering with the reason
             await self._stop_listening()
         self._stage.supervisor.send(m.Drained())
 

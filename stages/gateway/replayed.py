@@ -31,6 +31,13 @@ LEAVING = ApiError(
     "this gateway is shutting down (gateway.replicas was lowered): connect again",
     code="shutting_down",
 )
+REPLACED = ApiError(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "this server was replaced by another one at its address (pipeline restart): send the request again",
+    code="shutting_down",
+)
+ENDS = {b"": SHUTTING_DOWN, b"leaving": LEAVING, b"replaced": REPLACED}
+"""Errors of requests that are open at the end of a drain, by their names in recordings."""
 
 
 class ReplayedClients:
@@ -62,7 +69,7 @@ class ReplayedClients:
         replay_context.perform(RESUME, partial(self._move, preemption.resume))
         replay_context.perform(TOO_LARGE, partial(self._fail, preemption))
         replay_context.perform("reset", lambda *_: self._reset(resetter))
-        replay_context.perform("fail all", lambda _, data: requests.fail_all(LEAVING if data else SHUTTING_DOWN))
+        replay_context.perform("fail all", lambda _, data: requests.fail_all(ENDS[data], data))
         self._continuations: dict[int, Continuation] = {}
         replay_context.perform("rewind", self._rewind)
         replay_context.perform("rewound", lambda number, _: self._continuations.pop(number).end())

@@ -14,9 +14,7 @@ import msgspec
 import uvloop
 from aiohttp.typedefs import Handler
 
-from pipeline.client.connection.zmq_address import address_of
 from pipeline.http_server.access_log import AccessLog
-from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.sockets import descriptors
 from pipeline.replay.open_stage import open_stage
@@ -41,6 +39,8 @@ from pipeline.stages.gateway.draining import Draining
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.route import Route
+from pipeline.stages.gateway.listeners import Listeners
+from pipeline.stages.gateway.open_requests.early_ends import EarlyEnds
 from pipeline.stages.gateway.open_requests.recovery import Recovery
 from pipeline.stages.gateway.open_requests.results import ResultHandler
 from pipeline.stages.gateway.open_requests.table import RequestTable
@@ -49,7 +49,6 @@ from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.shared_listener import SharedListener
-from pipeline.stages.gateway.zmq.server import ZmqServer
 from pipeline.stages.gateway.zmq.serving.model import OnlyModel
 
 
@@ -132,12 +131,11 @@ class GatewayStage:
         self._handlers: dict[str, Handler] = {}
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
-        self._http: list[HttpListener] = []
-        """That for clients, then the admin listener."""
         self._keys = self.requests.accounts.keys
         stage.control_requests.reread_keys = self._reread_keys
-        self._zmq_server: ZmqServer | None = None
-        self._http_port = 0
+        self._listeners = Listeners(
+            stage, self.requests, self.api, self._only_model, self._refusal_log, self._access_log
+        )
         self._rescaling: m.Rescaled | None = None
         """A change of this gateway's share that is not answered, because more is open."""
         self._draining = Draining(
@@ -146,7 +144,8 @@ class GatewayStage:
             self.requests,
             self.api.responses,
             self._fail_zmq_requests,
-            self._stop_listening,
+            self._listeners.stop_http,
+            self._listeners.leave,
             lambda drain: self._tasks.create_task(drain),
         )
 
@@ -163,18 +162,13 @@ class GatewayStage:
         if self._stage.replay_context.is_replaying:  # no client connects
             context = self._stage.replay_context
             ReplayedClients(context, self.requests, self.aborter, self.resetter, self._preemption, self.limits)
-        elif self._shared is None:
-            launch, unread = self._stage.launch, self.requests.unread
-            self._http_port, self._http = self.api.listeners(
-                launch, self._stage.settings, self._keys, unread, self._refusal_log, self._access_log
-            )
-            for listener in self._http:
-                await listener.start()
+        elif self._shared is None and not self._stage.launch.takes_over:
+            await self._listeners.start_http()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                if not self._stage.replay_context.is_replaying and self._shared is None:
-                    await self._start_zmq_server()
+                if self._listeners.have_http:
+                    await self._listeners.start_zmq(self._tasks)
                 self._stage.ready()
                 await self._loop(inbox)
                 self._fail_zmq_requests(SHUTTING_DOWN)
@@ -184,12 +178,7 @@ class GatewayStage:
         finally:
             self.requests.close_all(SHUTTING_DOWN)
             await self.api.responses.wait_closed()
-            if self._zmq_server is not None:
-                self._zmq_server.close()
-            for listener in self._http:
-                await listener.cleanup()
-            if self._zmq_server is not None:
-                await self._zmq_server.wait_closed()
+            await self._listeners.close()
             inbox.close()
             self.requests.accounts.close()
             if self._access_log is not None:
@@ -200,33 +189,8 @@ class GatewayStage:
         none any more end."""
         if self._keys is not None:
             self.requests.accounts.use(Keys.inherited(self._stage.launch.keys_fd))
-            if self._zmq_server is not None:
-                self._zmq_server.drop_unknown_keys()
-
-    def _zmq_addresses(self) -> list[str]:
-        """Of all gateways; empty if gateway.zmq is off."""
-        settings = self._stage.settings.gateway
-        # The port of another gateway of this server is the same: they share it.
-        addresses = [address_of(settings.zmq, self._http_port, each) for each in range(settings.replicas)]
-        return [one for one in addresses if one is not None]
-
-    async def _start_zmq_server(self) -> None:
-        """Listen for ZeroMQ clients. Raises UserError if it can't listen on the address."""
-        settings, replica = self._stage.settings.gateway, self._stage.replica
-        if (address := address_of(settings.zmq, self._http_port, replica)) is not None:
-            self._zmq_server = ZmqServer(
-                address,
-                self._only_model,
-                self.requests.accounts,
-                settings.max_body_bytes,
-                self._tasks,
-                self._keys,
-                needs_key=address.startswith("tcp://"),  # only processes of this user can connect to ipc
-                addresses=self._zmq_addresses(),
-                gateway=replica,
-                access_log=self._access_log,
-            )
-            await self._zmq_server.start()
+            if self._listeners.zmq is not None:
+                self._listeners.zmq.drop_unknown_keys()
 
     def _only_model(self, name: str | None, scope: str) -> OnlyModel:
         """The model of a ZeroMQ connection. Raises ApiError, 404, if it is for another one."""
@@ -240,12 +204,8 @@ class GatewayStage:
         """Streams over ZeroMQ may stay open after their requests have finished, until their clients grant credit."""
         if self._shared is not None:
             self._shared.fail_streams(self, error)
-        if self._zmq_server is not None:
-            self._zmq_server.fail_all(error)
-
-    async def _stop_listening(self) -> None:
-        if self._http:
-            await self._http[0].stop()
+        if self._listeners.zmq is not None:
+            self._listeners.zmq.fail_all(error)
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
         await inbox.handle_all(self._turn)
@@ -285,9 +245,11 @@ class GatewayStage:
                 self._pinged(nonce)
             case m.Start(facts):
                 self._start(facts)
-            case m.Drain(deadline_s, is_leaving):
-                self._draining.end_service(is_leaving=is_leaving)
-                self._draining.start(deadline_s, again=False)
+            case m.Drain() as drain:
+                self._draining.end_service(is_leaving=drain.is_leaving)
+                if drain.finish != "request":
+                    self._results.end_early(EarlyEnds(drain.finish, drain.closing_text))
+                self._draining.start(drain.deadline_s, again=False, has_successor=drain.has_successor)
             case m.StageDied(stage, reason):
                 self.readiness.failure = f"stage {stage} died: {reason}"
                 death = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self.readiness.failure, code="stage_died")
@@ -317,6 +279,8 @@ class GatewayStage:
         self._take_requests(facts)
         if self._shared is None:  # else other models come and go
             heap.freeze()
+            if self._stage.launch.takes_over and not self._stage.replay_context.is_replaying:
+                self._tasks.create_task(self._listeners.take_over(self._tasks))
 
     def _take_requests(self, facts: m.ExecuteFacts) -> None:
         """All stages run: requests are not refused any more."""
@@ -339,8 +303,7 @@ class GatewayStage:
         self.limits.max_sequences = self.requests.admission.max_sequences
         descriptors.raise_limit(self.limits.max_sequences, self._stage.log)
         self.api.responses.rescaled(message.num_replicas)
-        if self._zmq_server is not None:
-            self._zmq_server.addresses = self._zmq_addresses()
+        self._listeners.rescaled()
         self._rescaling = message
 
     def _answer_rescaling(self) -> None:

@@ -89,25 +89,59 @@ def _top(args: argparse.Namespace) -> int:
 def add_restart(commands: Commands) -> None:
     parser = commands.add_parser(
         "restart",
-        help="replace the processes of a stage of a running server",
+        help="replace the processes of a stage of a running server, or all of them by a new version",
         description="Replace the processes of a stage of a running server, one after the other. Open requests go on. "
         "The successor starts first and takes over when it is ready. A gateway ends its open streams first, at most "
-        "for supervisor.drain_timeout_s.",
+        "for supervisor.drain_timeout_s. With --new-version, --new-model or --set, the whole server is replaced by a "
+        "new one at the same address: new requests go there when it is ready, and the one before ends when its open "
+        "requests have ended.",
         allow_abbrev=False,
     )
-    parser.add_argument("stage", metavar="STAGE", help="as ingest, which is all its replicas, or ingest.0")
+    parser.add_argument("stage", metavar="STAGE", nargs="?", help="as ingest, which is all its replicas, or ingest.0")
+    whole = parser.add_argument_group("the whole server")
+    whole.add_argument("--new-version", action="store_true", help="with the code that is installed now")
+    whole.add_argument("--new-model", metavar="MODEL", help="with another model; of several, that of --model")
+    whole.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="with another value of a setting; may repeat"
+    )
+    whole.add_argument(
+        "--finish",
+        choices=("request", "sentence", "now"),
+        default="request",
+        help="when open requests end: by themselves (the default), at the end of a sentence, or now; one that ends "
+        "early has the finish_reason `length`",
+    )
+    whole.add_argument(
+        "--closing-text", default="", metavar="TEXT", help="put this behind the text of each reply that ends early"
+    )
+    whole.add_argument(
+        "--drain-timeout",
+        type=types.duration,
+        default=0.0,
+        metavar="TIME",
+        help="how long open requests may go on; by default as long as they need",
+    )
+    whole.add_argument(
+        "--stop-first",
+        action="store_true",
+        help="end the server before the next one starts, if there is no room for both; new connections wait",
+    )
     add_server_options(parser)
     parser.add_argument(
         "--timeout",
         type=types.duration,
         default=600.0,
         metavar="TIME",
-        help="for each process; by default %(default)gs",
+        help="for each process, or for the next server to be ready; by default %(default)gs",
     )
     parser.set_defaults(run=_restart)
 
 
 def _restart(args: argparse.Namespace) -> int:
+    if args.new_version or args.new_model is not None or args.set:
+        from pipeline.cli.restart.server import run as run_server
+
+        return run_server(args)
     from pipeline.cli.restart.command import run
 
     return run(args)

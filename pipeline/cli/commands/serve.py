@@ -4,7 +4,7 @@ import argparse
 import errno
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.commands import vllm_flags
 from pipeline.cli.commands.settings import (
@@ -22,6 +22,10 @@ from pipeline.cli.commands.settings import (
 from pipeline.config.load import ConfigError
 from pipeline.config.models import ServerSettings
 from pipeline.config.settings import ExecuteSettings, Settings
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.supervisor.restart.take_over import TakeOver
 
 
 def add(commands: Commands) -> None:
@@ -83,9 +87,25 @@ class _Model(argparse.Action):
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from pipeline.supervisor.restart.take_over import taken_over
+
+    take_over = taken_over()
+    try:
+        return _serve_or_take_over(args, take_over)
+    except (ConfigError, UserError) as error:
+        if take_over is not None:
+            take_over.tell(str(error))
+        raise
+
+
+def _serve_or_take_over(args: argparse.Namespace, take_over: "TakeOver | None") -> int:
+    """Serve, perhaps in place of a server that gives its sockets."""
     models = args.models if len(args.models or ()) > 1 else []
     take_model(args)
-    server = server_settings_of(args, models)
+    source = source_of(args)
+    if take_over is not None:
+        source = take_over.with_options(source)
+    server = server_settings_of(source, models)
     settings = server.shared
     share = vllm_flags.gpu_memory_share(args)
     if settings.execute.device == "cpu" and share == ExecuteSettings().gpu_memory_utilization:
@@ -99,7 +119,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.break_at and not args.foreground:
         raise ConfigError(["--break needs --foreground with the stage of the function"])
     if server.models:
-        return _serve_models(args, server)
+        return _serve_models(args, server, take_over)
     if args.inline and args.foreground:
         raise ConfigError(["--inline runs all stages in the foreground: leave out --foreground"])
     run_mode = RunMode(
@@ -108,12 +128,13 @@ def _serve(args: argparse.Namespace) -> int:
         foreground=stage_name(args.foreground, settings, "--foreground") if args.foreground else "",
         break_at=args.break_at,
         inline=args.inline,
-        source=source_of(args),
+        source=source,
+        takes_over=take_over is not None,
     )
-    return _run(lambda: serve(settings, run_mode), settings)
+    return _run(lambda: serve(settings, run_mode, take_over=take_over, is_restartable=True), settings)
 
 
-def _serve_models(args: argparse.Namespace, server: ServerSettings) -> int:
+def _serve_models(args: argparse.Namespace, server: ServerSettings, take_over: "TakeOver | None") -> int:
     """Serve several models."""
     from pipeline.supervisor.run_mode import RunMode
     from pipeline.supervisor.serve import serve_models
@@ -121,7 +142,8 @@ def _serve_models(args: argparse.Namespace, server: ServerSettings) -> int:
     for option in ("record", "foreground", "inline"):
         if getattr(args, option):
             raise ConfigError([f"--{option} needs a server of one model: leave out --model and [models] of the others"])
-    return _run(lambda: serve_models(server, RunMode(instant=args.instant)), server.shared)
+    run_mode = RunMode(instant=args.instant, takes_over=take_over is not None)
+    return _run(lambda: serve_models(server, run_mode, take_over), server.shared)
 
 
 def _run(serve: Callable[[], int], settings: Settings) -> int:

@@ -87,15 +87,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return load_with_warnings(args.config, args.set, _flags_of(args), vllm_flags.given(args))
 
 
-def server_settings_of(args: argparse.Namespace, models: Sequence[str]) -> ServerSettings:
+def server_settings_of(source: SettingsSource, models: Sequence[str]) -> ServerSettings:
     """As `settings_of`, for a server that may have several models. `models` are those of --model, if it is given more
     than once."""
     from pipeline.config.rules import remarks
 
-    flags = _flags_of(args)
-    if models:
-        flags.pop("model", None)
-    found = load_server(args.config, args.set, flags, vllm_flags.given(args), print_warning, models)
+    flags = {key: value for key, value in source.flags.items() if key != "model" or not models}
+    path = Path(source.config) if source.config else None
+    found = load_server(path, source.sets, flags, source.options, print_warning, models)
     for text in remarks(found.shared):
         print_warning(text)
     return found

@@ -12,6 +12,12 @@ from pipeline.supervisor.admin.admin_client import Admin
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if a process was not replaced."""
     try:
+        if args.stage is None:
+            raise UserError("name a STAGE, or replace the whole server with --new-version, --new-model or --set")
+        if args.finish != "request" or args.closing_text or args.drain_timeout or args.stop_first:
+            raise UserError(
+                "--finish, --closing-text, --drain-timeout and --stop-first need --new-version or --new-model"
+            )
         with Admin(choose_server(args)) as server:
             known = [stage.name for stage in server.stats().stages if stage.name != "supervisor.0"]
             names = [name for name in known if args.stage in (name, name.partition(".")[0])]

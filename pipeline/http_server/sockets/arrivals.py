@@ -179,6 +179,7 @@ class Arrival:
     """An accepted connection that has sent nothing yet, or waits for its turn."""
 
     is_idle = True
+    is_kept_alive = False
     num_read = 0
 
     def __init__(self, owner: Arrivals, connection: socket.socket, address: str) -> None:
@@ -214,6 +215,7 @@ class Handshake(asyncio.BufferedProtocol):
 
     is_idle = True
     """As long as it lasts."""
+    is_kept_alive = False
     num_read = 0
 
     def __init__(

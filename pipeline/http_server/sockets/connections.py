@@ -30,6 +30,10 @@ class Connection(Receiver, Protocol):
     @property
     def is_idle(self) -> bool: ...
 
+    @property
+    def is_kept_alive(self) -> bool:
+        """Whether it has sent nothing of a request since the last one was answered."""
+
     def end(self) -> None:
         """Close at once."""
 
@@ -81,6 +85,12 @@ class HttpConnections:
         """Have it read again when something has arrived, and it is its turn."""
         if connection in self._addresses:
             self.turns.wait(connection)
+
+    def end_kept_alive(self) -> None:
+        """End those that are kept alive for another request: clients connect again."""
+        for connection in [one for one in self._addresses if one.is_kept_alive]:
+            self.remove(connection)
+            connection.end()
 
     def close(self) -> None:
         """Of the turns. Idempotent."""

@@ -1,5 +1,7 @@
 """Messages that the gateway receives."""
 
+from typing import Literal
+
 import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
@@ -123,6 +125,9 @@ class Health(Message, frozen=True, tag="health"):
     """Why a server that was asked to wake up sleeps on."""
 
 
+FinishAt = Literal["request", "sentence", "now"]
+
+
 class Drain(Message, frozen=True, tag="drain"):
     """Accept no more requests; answer `Drained` when the last stream has ended. Streams that are open at the deadline
     end with a final event that names the reason."""
@@ -131,6 +136,12 @@ class Drain(Message, frozen=True, tag="drain"):
     """Seconds from now."""
     is_leaving: bool = False
     """Other gateways go on serving: requests that still come here are accepted until no stream is open."""
+    has_successor: bool = False
+    """So does another server, at the same sockets: this gateway accepts no more connections."""
+    finish: FinishAt = "request"
+    """When open replies end, if not by themselves: at the end of a sentence, or now."""
+    closing_text: str = ""
+    """Of the operator, behind the text of a reply that ends early."""
 
 
 class StageDied(Message, frozen=True, tag="stage_died"):

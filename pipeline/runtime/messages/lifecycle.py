@@ -185,6 +185,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     saved_kv_fd: int = -1
     """For an executor: memory or a file that outlives it, for its KV cache while the server sleeps; see
     stages/execute/cpu/saved_kv.py. Empty, unless the executor before has saved its own; -1: there is none."""
+    takes_over: bool = False
+    """For a gateway: another server has its sockets until this one is ready. It listens once it takes requests."""
 
     @property
     def name(self) -> str:

@@ -71,6 +71,8 @@ class Models(msgspec.Struct, frozen=True, tag="models"):
     """Those that are loaded at the start are, or can't be."""
     is_ending: bool = False
     """The server shuts down."""
+    has_successor: bool = False
+    """Another server listens at the same sockets: accept no more connections."""
 
 
 class StopProcess(msgspec.Struct, frozen=True, tag="stop_process"):

@@ -17,6 +17,7 @@ from pipeline.runtime.security.peer_credentials import NEVER_MS, Monitor, connec
 from pipeline.runtime.tracing import StageTrace
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor.admin import admin_server
+from pipeline.supervisor.restart.server_restart import RestartOrder
 from pipeline.version import VERSION
 
 ANSWER_S = 5.0
@@ -101,6 +102,12 @@ class Admin:
         question = admin_server.ChangeSleep(self._nonce, sleeps, wakes_on_request)
         self._ask(question, admin_server.SleepChanged, timeout_s + ANSWER_S)
 
+    def restart_server(self, order: RestartOrder, timeout_s: float) -> int:
+        """Replace the server. Returns the pid of the next one. Raises UserError with the reason if there is none."""
+        self._nonce += 1
+        question = admin_server.RestartServer(self._nonce, order)
+        return self._ask(question, admin_server.ServerRestarted, timeout_s + ANSWER_S).pid
+
     def restarts(self, since_s: float) -> StageTrace:
         """The restarts and reloads that had not ended before `since_s` (by time.monotonic()), as spans."""
         self._nonce += 1
@@ -131,6 +138,10 @@ class Admin:
                     f"server {self.server} is of another version than this command ({VERSION}), which can't read its "
                     f"answer: {error}"
                 ) from error
+            if isinstance(reply, admin_server.Problem) and not reply.nonce:
+                raise UserError(
+                    f"server {self.server} does not understand this, it has another version: {reply.message}"
+                )
             if reply.nonce != question.nonce:
                 continue  # answers a question that timed out earlier
             if isinstance(reply, admin_server.Problem):

@@ -11,7 +11,7 @@ answer that its peer does not read is dropped. Bytes that are not a message are 
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import assert_never
 
 import msgspec
@@ -23,11 +23,12 @@ from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.tracing import StageTrace
 from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.supervisor.admin.questions import MAX_OPEN_QUESTIONS, Answers, Questions
 from pipeline.supervisor.reconfigure.changed_settings import Change
+from pipeline.supervisor.restart.server_restart import AskRestart, RestartOrder
 
 MAX_QUESTION_BYTES = 1024 * 1024
 """Settings with 1,024 named API keys have a third of it."""
-MAX_OPEN_QUESTIONS = 64
 MAX_TAKEN_AT_ONCE = 16
 """Messages handled in one turn of the supervisor's loop, so that a flood cannot stall it."""
 MAX_WAITING = 16
@@ -75,6 +76,20 @@ class StageRestarted(m.Message, frozen=True, tag="stage_restarted"):
     nonce: int
     pause_s: float
     """From the end of the process before to the start of its successor's service."""
+
+
+class RestartServer(m.Message, frozen=True, tag="restart_server"):
+    """Replace the whole server. Answered with `ServerRestarted` when the next one serves, or is about to start because
+    this one ends first; or with `Problem`."""
+
+    nonce: int
+    order: RestartOrder
+
+
+class ServerRestarted(m.Message, frozen=True, tag="server_restarted"):
+    nonce: int
+    pid: int
+    """Of the next server: another process, or this one."""
 
 
 class ChangeSleep(m.Message, frozen=True, tag="change_sleep"):
@@ -161,83 +176,13 @@ class Problem(m.Message, frozen=True, tag="problem"):
     message: str
 
 
-AdminInbox = AskStats | StageCommand | RestartStage | AskRestarts | AskSource | Reload | ChangeSleep
-AdminReply = Stats | StageReplies | StageRestarted | RestartSpans | Source | Reloaded | SleepChanged | Problem
+AdminInbox = AskStats | StageCommand | RestartStage | AskRestarts | AskSource | Reload | ChangeSleep | RestartServer
+AdminReply = (
+    Stats | StageReplies | StageRestarted | RestartSpans | Source | Reloaded | SleepChanged | Problem | ServerRestarted
+)
 
 ReloadDone = Callable[[list[Change], str, str], None]
 """Called with the fields of `Reloaded`."""
-
-Answers = dict[str, m.Answer]
-"""By stage. Stages that did not answer in time, or could not be reached, are missing."""
-
-
-# ----------------------------------------------------------------------------------------------------------- questions
-
-
-class _AdminQuestion(msgspec.Struct, eq=False):
-    awaited: set[str]
-    deadline: float
-    then: Callable[[Answers], None]
-    answers: Answers
-
-
-class Questions:
-    """Control requests that stages have not answered yet. `then` is called once for each, except after `close`."""
-
-    def __init__(self, send: Callable[[str, m.ControlRequest], bool]) -> None:
-        self._send = send
-        self._open: dict[int, _AdminQuestion] = {}
-        self._next_nonce = 1
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._open) >= MAX_OPEN_QUESTIONS
-
-    @property
-    def deadlines(self) -> list[float]:
-        """Times of time.monotonic()."""
-        return [question.deadline for question in self._open.values()]
-
-    def ask(
-        self,
-        stages: Iterable[str],
-        request: m.ControlRequest,
-        timeout_s: float,
-        then: Callable[[Answers], None],
-    ) -> None:
-        nonce, self._next_nonce = self._next_nonce, self._next_nonce + 1
-        numbered = msgspec.structs.replace(request, nonce=nonce)
-        awaited = {name for name in stages if self._send(name, numbered)}
-        self._open[nonce] = _AdminQuestion(awaited, time.monotonic() + timeout_s, then, {})
-        self._end_if_answered(nonce)
-
-    def answered(self, stage: str, answer: m.Answer) -> None:
-        """Handle an answer. Drop it if it is late or unknown."""
-        question = self._open.get(answer.nonce)
-        if question is not None and stage in question.awaited:
-            question.awaited.discard(stage)
-            question.answers[stage] = answer
-            self._end_if_answered(answer.nonce)
-
-    def lost(self, stage: str) -> None:
-        """Stop waiting for a stage that has ended."""
-        for nonce in list(self._open):
-            self._open[nonce].awaited.discard(stage)
-            self._end_if_answered(nonce)
-
-    def end_late(self) -> None:
-        """End the questions whose deadline has passed, with the answers received so far."""
-        now = time.monotonic()
-        for nonce, question in list(self._open.items()):
-            if now >= question.deadline:
-                del self._open[nonce]
-                question.then(question.answers)
-
-    def _end_if_answered(self, nonce: int) -> None:
-        if not self._open[nonce].awaited:
-            question = self._open.pop(nonce)
-            question.then(question.answers)
-
 
 # ------------------------------------------------------------------------------------------------------------ socket
 
@@ -247,7 +192,8 @@ class AdminServer:
     `stats(timeout_s, then)` collects the server's stats and calls `then` with them. `names()` returns the stages that
     are ready. `restart(name, done)` restarts one, and calls `done` with the pause or with the reason why it was not
     restarted. `reload(settings, source, is_dry_run, done)` changes the settings, and `source()` says where they came
-    from. `restarts(since_s)` returns the spans of restarts. `change_sleep` is `Sleeper.change`."""
+    from. `restarts(since_s)` returns the spans of restarts. `change_sleep` is `Sleeper.change`.
+    `restart_server(order, done)` replaces the server, and calls `done` as `ServerRestart.ask`."""
 
     def __init__(
         self,
@@ -261,6 +207,7 @@ class AdminServer:
         source: Callable[[], SettingsSource | None],
         restarts: Callable[[float], StageTrace],
         change_sleep: Callable[[bool, bool, Callable[[str], None]], None],
+        restart_server: AskRestart,
     ) -> None:
         self._questions = questions
         self._stats = stats
@@ -270,6 +217,7 @@ class AdminServer:
         self._source = source
         self._restarts = restarts
         self._change_sleep = change_sleep
+        self._restart_server = restart_server
         self._traced_until_s = 0.0
         """End of the window of a trace that was asked for, by time.monotonic()."""
         self._decoder: MessageDecoder[AdminInbox] = MessageDecoder(AdminInbox)
@@ -328,6 +276,13 @@ class AdminServer:
                     sleeps,
                     wakes_on_request,
                     lambda problem: self._reply(peer, Problem(nonce, problem) if problem else SleepChanged(nonce)),
+                )
+            case RestartServer(nonce, order):
+                self._restart_server(
+                    order,
+                    lambda pid, problem: self._reply(
+                        peer, Problem(nonce, problem) if problem else ServerRestarted(nonce, pid)
+                    ),
                 )
             case AskRestarts(nonce, since_s):
                 self._reply(peer, RestartSpans(nonce, self._restarts(since_s)))

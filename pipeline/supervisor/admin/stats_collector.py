@@ -9,7 +9,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.process.process_usage import NOTHING, usage_of
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.supervisor.admin.admin_server import Answers, Questions
+from pipeline.supervisor.admin.questions import Answers, Questions
 from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.children import ChildTable
 from pipeline.supervisor.server_state import ServerState

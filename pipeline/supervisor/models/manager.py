@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from pipeline.config.models import ServerSettings
 from pipeline.config.values.sizes import size_words
+from pipeline.runtime import messages as m
 from pipeline.runtime.messages.models import (
     RETRY_S,
     FromSharedGateway,
@@ -33,10 +34,13 @@ from pipeline.runtime.messages.models import (
 from pipeline.shm.available import available_bytes
 from pipeline.supervisor.models.last_errors import LastErrors
 from pipeline.supervisor.models.model_thread import Event, ManagedModel, ModelThread
+from pipeline.supervisor.models.restart_orders import RestartOrders
 from pipeline.supervisor.models.shared_gateway import SharedGateway
 from pipeline.supervisor.models.waiting import WaitingModels
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.restart.recovery import RestartBudget
+from pipeline.supervisor.restart.server_restart import NO_LIMIT_S, ServerRestart
+from pipeline.supervisor.restart.take_over import TakeOver
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.listeners import url_of, zmq_address
 from pipeline.supervisor.shared.shared_keys import SharedKeys
@@ -57,9 +61,13 @@ class ModelManager:
         keys: SharedKeys,
         run_mode: RunMode,
         log: logging.Logger,
-        fork_server: ForkServer | None = None,
+        fork_server: ForkServer | None,
+        restart: ServerRestart,
+        take_over: TakeOver | None = None,
     ) -> None:
-        """`fork_server` belongs to the caller, as of `Supervisor`."""
+        """`fork_server` belongs to the caller, as of `Supervisor`. `restart` replaces the server, which itself replaces
+        the one of `take_over`."""
+        self._restart, self._take_over = restart, take_over
         self._settings = server.shared
         self._listeners, self._admins = listeners, admins
         self._keys = keys
@@ -68,7 +76,8 @@ class ModelManager:
         self._fork_server = fork_server
         self._url = url_of(listeners[0], "https" if server.shared.gateway.ssl_certfile else "http")
         self._errors = LastErrors(log)
-        self.memory_bytes = server.shared.memory_bytes or available_bytes()
+        before = 0 if take_over is None else take_over.memory_bytes
+        self.memory_bytes = server.shared.memory_bytes or before or available_bytes()
         self._models = {
             name: ManagedModel(name, one, num_bytes=0, keep_s=one.idle_unload_s) for name, one in server.models.items()
         }
@@ -87,8 +96,11 @@ class ModelManager:
         """The one of them that is being prepared."""
         self._events: queue.SimpleQueue[tuple[str, Event, int]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._orders = RestartOrders(restart, lambda: os.eventfd_write(self._wake_fd, 1))
         self._signals = TerminationSignals()
-        self._gateway = SharedGateway(server.shared, listeners, admins, keys, log, fork_server)
+        self._gateway = SharedGateway(
+            *(server.shared, listeners, admins, keys, log, fork_server), takes_over=take_over is not None
+        )
         self._budget = RestartBudget(server.shared.supervisor.max_restarts)
         self._is_ending = False
         self._admitting = threading.Lock()
@@ -104,7 +116,7 @@ class ModelManager:
         self._info("starting", models=names, memory_bytes=size_words(self.memory_bytes))
         self._gateway.ensure_alive()
         self._tell()
-        while not self._signals.take():
+        while not self._signals.take() and not self._restart.turn():
             self._turn()
             if not self._is_ready and not (self._at_start or self._starting or self._is_loading()):
                 self._is_ready = True
@@ -123,6 +135,9 @@ class ModelManager:
                     api_keys=keys,
                     took_s=took_s,
                 )
+                self._tell()  # the gateway listens from now on, if it replaces another one
+                if self._take_over is not None:
+                    self._take_over.tell()
             if not self._gateway.is_alive and (code := self._restart_gateway()):
                 return self._end(code)
         return self._end(EXIT_OK)
@@ -144,9 +159,11 @@ class ModelManager:
         self._is_ending = True
         self._at_start.clear()
         self._waiting.clear()
-        self._info("draining", timeout_s=self._settings.supervisor.drain_timeout_s)
+        drain = self._restart.drain
+        timeout_s = self._settings.supervisor.drain_timeout_s if drain is None else drain.deadline_s
+        self._info("draining", timeout_s="none" if timeout_s == NO_LIMIT_S else timeout_s)
         for one in self._models.values():
-            self._unload(one)
+            self._unload(one, drain)
         while any(one.thread is not None for one in self._models.values()):
             if self._signals.take():
                 for one in self._models.values():
@@ -211,11 +228,11 @@ class ModelManager:
         if not self._is_ending and not has_stages and model.name not in self._at_start:
             self._waiting.want(model)
 
-    def _unload(self, model: ManagedModel) -> None:
+    def _unload(self, model: ManagedModel, drain: m.Drain | None = None) -> None:
         if model.thread is not None and model.state in ("loading", "loaded"):
             self._info("unloading", model=model.name)
             self._set(model, "unloading")
-            model.thread.stop()
+            model.thread.stop(drain)
 
     def _due(self) -> list[float]:
         """When models are unloaded without requests, by time.monotonic()."""
@@ -258,6 +275,7 @@ class ModelManager:
             self._keys,
             self._admit,
             self._post,
+            self._orders.ask,
             self._run_mode,
             self._log,
             self._fork_server,
@@ -285,6 +303,7 @@ class ModelManager:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return
+        self._orders.turn(self.memory_bytes, is_serving=self._is_ready and not self._is_ending)
         while not self._events.empty():
             name, event, number = self._events.get()
             model = self._models[name]
@@ -347,7 +366,7 @@ class ModelManager:
         """Tell the gateway the states, if they have changed."""
         idle = {one.name for one in self._idle()}
         found = [self._status(one, is_idle=one.name in idle) for one in self._models.values()]
-        reported = Models(found, self._is_ready, self._is_ending)
+        reported = Models(found, self._is_ready, self._is_ending, self._restart.is_due)
         if reported != self._reported:
             self._reported = reported
             self._gateway.tell(reported)

@@ -25,6 +25,8 @@ from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.models.shared_gateway import ModelGateway, SharedGateway
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import THREAD
+from pipeline.supervisor.restart.server_restart import Done as RestartDone
+from pipeline.supervisor.restart.server_restart import RestartOrder
 from pipeline.supervisor.run_mode import ModelRun, RunMode
 from pipeline.supervisor.shared.shared_keys import SharedKeys
 from pipeline.supervisor.signals import AskedToStop
@@ -111,12 +113,14 @@ class ModelThread:
         keys: SharedKeys,
         admit: Callable[[str, int], bool],
         report: Callable[[str, Event, int], None],
+        restart_server: Callable[[RestartOrder, Callable[[Callable[[], None]], None], RestartDone], None],
         run_mode: RunMode,
         log: logging.Logger,
         fork_server: ForkServer | None = None,
     ) -> None:
-        """Both are called in the thread, with the name: `admit` with the bytes that the prepared model needs, and
-        `report` with the other events."""
+        """The first two are called in the thread, with the name: `admit` with the bytes that the prepared model needs,
+        and `report` with the other events. `restart_server` replaces the whole server; it gets what has a function
+        called in this thread, to answer."""
         self._fork_server = fork_server
         self._name, self._settings = name, settings
         self._listeners = listeners
@@ -125,7 +129,7 @@ class ModelThread:
         self._report = report
         self._signals = AskedToStop()
         self._log = log
-        run = ModelRun(
+        self._run_of_model = ModelRun(
             name,
             keys,
             self._signals,
@@ -133,8 +137,11 @@ class ModelThread:
             self._fits,
             lambda: report(name, "serving", 0),
             self._take_turn,
+            lambda order, answer: restart_server(order, self._call, answer),
         )
-        self._run_mode = msgspec.structs.replace(run_mode, model=run)
+        self._run_mode = msgspec.structs.replace(run_mode, model=self._run_of_model)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Functions for the supervisor's loop to call."""
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Whether it is to sleep for another model, or to wake."""
         self.thread_name = f"{THREAD}{of_model(SUPERVISOR, name)}"
@@ -142,9 +149,15 @@ class ModelThread:
         self._thread = threading.Thread(target=self._run, name=self.thread_name)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, drain: m.Drain | None = None) -> None:
         """Unload the model when its streams have ended, or at the end of the drain; a second time, at once."""
+        self._run_of_model.drain = self._run_of_model.drain or drain
         self._signals.ask()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Have the supervisor's loop call a function, while it serves."""
+        self._calls.put(function)
+        self._signals.wake()
 
     @property
     def is_asleep(self) -> bool:
@@ -160,6 +173,8 @@ class ModelThread:
 
     def _take_turn(self, sleeper: "Sleeper") -> None:
         """Called in the supervisor's loop."""
+        while not self._calls.empty():
+            self._calls.get()()
         while not self._asked.empty():
             sleeps = self._asked.get()
 

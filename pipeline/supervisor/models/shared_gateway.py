@@ -50,7 +50,11 @@ class SharedGateway:
         keys: SharedKeys,
         log: logging.Logger,
         fork_server: ForkServer | None = None,
+        *,
+        takes_over: bool = False,
     ) -> None:
+        """If it `takes_over`, it listens when the models of the start are loaded."""
+        self._takes_over = takes_over
         self._fork_server = fork_server
         self._settings = msgspec.structs.replace(settings, keys=())
         self._listeners, self._admins = listeners, admins
@@ -111,6 +115,7 @@ class SharedGateway:
                 keys_fd=self._keys.fd,
                 usage_fd=self._keys.usage_fd,
                 models_fd=theirs.fileno(),
+                takes_over=self._takes_over,
             )
             try:
                 self._child = ChildProcess(launch, 1, fork_server=self._fork_server)

@@ -17,7 +17,8 @@ from pipeline.config.source import SettingsSource
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.security.api_keys import Keys
-from pipeline.supervisor.admin.admin_server import Answers, Questions, ReloadDone
+from pipeline.supervisor.admin.admin_server import ReloadDone
+from pipeline.supervisor.admin.questions import Answers, Questions
 from pipeline.supervisor.processes.children import ChildTable
 from pipeline.supervisor.reconfigure.changed_settings import Change, changes, to_restart, to_scale
 from pipeline.supervisor.reconfigure.scaling import Scaling

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.transport.inbox import Inbox
-from pipeline.supervisor.admin.admin_server import Questions
+from pipeline.supervisor.admin.questions import Questions
 from pipeline.supervisor.crashes.crash_reports import CrashReports
 from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.children import ChildTable
@@ -70,6 +70,14 @@ class StageDeaths:
         if child.stage == "prepare" and state.prepared is not None:
             return
         if child.name in state.drained:
+            self._table.mark_dead(child)
+            return
+        if child.stage == "gateway" and state.keeps_sockets:
+            # The next server has its sockets, and its clients' connections have ended with it.
+            self._log.error(
+                f"{child.name} died, and is not restarted: {state.reasons.get(child.name, child.describe_end())}"
+            )
+            state.drained.add(child.name)
             self._table.mark_dead(child)
             return
         if child.state == "leaving" and not self._scaling.owns(child.name):

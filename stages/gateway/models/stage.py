@@ -49,6 +49,7 @@ from pipeline.stages.gateway.models.packet_sender import PacketSender
 from pipeline.stages.gateway.models.table import ModelTable
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN
 from pipeline.stages.gateway.stage import GatewayStage
+from pipeline.stages.gateway.zmq.bind import until_free
 from pipeline.stages.gateway.zmq.server import ZmqServer
 
 FLUSH_S = 1.0
@@ -87,6 +88,8 @@ class ModelGateways:
         """By the supervisor's number."""
         self._blocking = WorkPool("closing stages", max_threads=MAX_CLOSING)
         self._is_stopped = asyncio.Event()
+        self._may_listen = asyncio.Event()
+        self._leaving: asyncio.Task[None] | None = None
         self._http: list[HttpListener] = []
         self._http_port = 0
         self._zmq_server: ZmqServer | None = None
@@ -94,20 +97,16 @@ class ModelGateways:
     async def serve(self) -> None:
         """Listen, and have stages until the process is asked to end."""
         loop = asyncio.get_running_loop()
-        settings = self._launch.settings
-        unread = UnreadReplies(
-            lambda: max_unread_bytes(topology.max_open_bytes_of_one(settings)), settings.gateway.slow_client_timeout_s
-        )
-        self._http_port, self._http = self._app.listeners(
-            self._launch, settings, self._accounts.keys, unread, self.refusal_log, self.access_log
-        )
-        for listener in self._http:
-            await listener.start()
+        if not self._launch.takes_over:
+            await self._start_http()
         heap.freeze()
         loop.add_reader(self._socket.fileno(), self._receive)
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._start_zmq_server(tasks)
+                if self._launch.takes_over:
+                    tasks.create_task(self._take_over(tasks))
+                else:
+                    await self._start_zmq_server(tasks)
                 while not self._is_stopped.is_set():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(FLUSH_S):
@@ -132,10 +131,45 @@ class ModelGateways:
             if self.access_log is not None:
                 self.access_log.writer.close()
 
+    async def _start_http(self) -> None:
+        settings = self._launch.settings
+        unread = UnreadReplies(
+            lambda: max_unread_bytes(topology.max_open_bytes_of_one(settings)), settings.gateway.slow_client_timeout_s
+        )
+        self._http_port, self._http = self._app.listeners(
+            self._launch, settings, self._accounts.keys, unread, self.refusal_log, self.access_log
+        )
+        for listener in self._http:
+            await listener.start()
+
+    async def _take_over(self, tasks: asyncio.TaskGroup) -> None:
+        """Listen at the sockets of the server that this one replaces, when the models of the start are loaded."""
+        await self._may_listen.wait()
+        if not self._is_stopped.is_set():
+            await self._start_http()
+        if not self._is_stopped.is_set() and (address := self._zmq_address()) is not None:
+            free = asyncio.create_task(until_free(address))
+            stopped = asyncio.create_task(self._is_stopped.wait())
+            await asyncio.wait((free, stopped), return_when=asyncio.FIRST_COMPLETED)
+            free.cancel()
+            stopped.cancel()
+            if not self._is_stopped.is_set():
+                await self._start_zmq_server(tasks)
+
+    async def _leave_sockets(self) -> None:
+        """Another server listens at them from now on."""
+        if self._zmq_server is not None:
+            self._zmq_server.leave()
+        for listener in self._http:
+            await listener.stop()
+
+    def _zmq_address(self) -> str | None:
+        return address_of(self._launch.settings.gateway.zmq, self._http_port)
+
     async def _start_zmq_server(self, tasks: asyncio.TaskGroup) -> None:
         """Listen for ZeroMQ clients. Raises UserError if it can't listen on the address."""
         gateway = self._launch.settings.gateway
-        if (address := address_of(gateway.zmq, self._http_port)) is not None:
+        if (address := self._zmq_address()) is not None:
             self._zmq_server = ZmqServer(
                 address,
                 self._table.of_connection,
@@ -163,7 +197,7 @@ class ModelGateways:
             except BlockingIOError:
                 return
             if not data:  # the supervisor is gone
-                self._is_stopped.set()
+                self._stop()
                 return
             match self._decoder.decode(data):
                 case StartStage() as message:
@@ -173,8 +207,16 @@ class ModelGateways:
                         task.cancel()
                 case Models() as models:
                     self._table.update(models)
+                    if models.is_ready:
+                        self._may_listen.set()
+                    if models.has_successor and self._leaving is None:
+                        self._leaving = asyncio.create_task(self._leave_sockets())
                 case StopProcess():
-                    self._is_stopped.set()
+                    self._stop()
+
+    def _stop(self) -> None:
+        self._is_stopped.set()
+        self._may_listen.set()
 
     async def _serve_stage(self, message: StartStage, fds: list[int]) -> None:
         """Run a stage until it is stopped. The last descriptor tells the supervisor that it has ended."""

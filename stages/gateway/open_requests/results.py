@@ -15,6 +15,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.gateway.admission.open_bytes import accepted_bytes, output_bytes
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.early_ends import EarlyEnds
 from pipeline.stages.gateway.open_requests.prompt_request import ID_BYTES, PromptRequest, SequenceOutput, log_fields
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.request_errors import rejection_error, sampling_param, sequence_error
@@ -36,12 +37,33 @@ class ResultHandler:
         """By number: requests with output of this turn."""
         self._pieces: dict[bytes, bytes] = {}
         """The bytes of tokens in token outputs, once each: log probabilities name the same tokens again and again."""
+        self._early_ends: EarlyEnds | None = None
 
     def publish(self) -> None:
         """Pass on the output of all messages of a turn. Call it at the end of the turn."""
         requests, self._unpublished = self._unpublished, {}
         for request in requests.values():
             request.publish()
+
+    def end_early(self, early_ends: EarlyEnds) -> None:
+        """End open replies as the operator has chosen, from now on. Those without output go on."""
+        self._early_ends = early_ends
+        if early_ends.at != "now":
+            return
+        for prompt_request in self._table.open_prompts():
+            if early_ends.may_end(prompt_request) and not prompt_request.is_preempted:
+                for sequence in prompt_request.sequences:
+                    if sequence.num_generated and sequence.finish == m.Finish.NONE:
+                        self._end_early(prompt_request, sequence, early_ends)
+                self._unpublished[prompt_request.request.number] = prompt_request.request
+
+    def _end_early(self, prompt_request: PromptRequest, sequence: SequenceOutput, early_ends: EarlyEnds) -> None:
+        """End a sequence that the stages go on with. They forget the request when all of its sequences have ended."""
+        early_ends.close(prompt_request, sequence)
+        sequence.ended_s = self._stage.replay_context.monotonic()
+        if all(one is sequence or one.finish != m.Finish.NONE for one in prompt_request.sequences):
+            self._table.sender.abort(prompt_request)
+        self._finish(prompt_request, sequence, m.Finish.LENGTH, None)
 
     def handle(self, message: m.Deltas | m.Accepted | m.Rejected) -> None:
         match message:
@@ -203,13 +225,20 @@ class ResultHandler:
                 marked.append(request_id)
                 sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
                 self._finish(prompt_request, sequence, finish, message.stop_reasons[i], error)
+            elif self._early_ends is not None and self._early_ends.ends(prompt_request, message.texts[i]):
+                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
+                self._end_early(prompt_request, sequence, self._early_ends)
             self._unpublished[request.number] = request
-        for (last_s, num_gaps), num_sequences in gaps.items():
-            if num_gaps:  # tokens that come together share the time since the token before them
-                self._metrics.gap_s.observe((now_s - last_s) / num_gaps, num_sequences * num_gaps)
+        self._observe(gaps, now_s)
         if (trace := self._stage.trace).on:
             args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
             trace.span("deltas", now_s, time.monotonic(), args, marked)
+
+    def _observe(self, gaps: dict[tuple[float, int], int], now_s: float) -> None:
+        """Count the gaps between tokens. Those that come together share the time since the token before them."""
+        for (last_s, num_gaps), num_sequences in gaps.items():
+            if num_gaps:
+                self._metrics.gap_s.observe((now_s - last_s) / num_gaps, num_sequences * num_gaps)
 
     def _extend(
         self, prompt_request: PromptRequest, sequence: SequenceOutput, message: m.Deltas, i: int, ids: bytes

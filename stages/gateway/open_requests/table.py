@@ -346,9 +346,9 @@ class RequestTable:
             self.limited_log.info("aborted", request=prompt_request.name, response_id=response_id)
             self.sender.abort(prompt_request)
 
-    def fail_all(self, error: ApiError, *, is_leaving: bool = False) -> None:
-        """Fail all open requests."""
-        self._stage.replay_context.event("fail all", data=b"leaving" if is_leaving else b"")
+    def fail_all(self, error: ApiError, name: bytes = b"") -> None:
+        """Fail all open requests. `name` is that of the error in recordings."""
+        self._stage.replay_context.event("fail all", data=name)
         for request in {id(one.request): one.request for one in self._table.values()}.values():
             request.fail(error)
 

@@ -1,14 +1,20 @@
 """Binds the sockets for ZeroMQ clients: tcp:// or ipc://"""
 
+import asyncio
 import contextlib
 import logging
 import socket
+import time
 from pathlib import Path
 
 from pipeline.client.connection.zmq_address import check_free, old_address, refusal
 from pipeline.errors import UserError
 
 LISTEN_BACKLOG = 1024
+RETRY_S = 0.02
+"""Time between two looks whether an address is free."""
+LATE_S = 5.0
+"""An address is usually free a moment after the server that has it was asked to leave it."""
 
 
 def listen(address: str) -> list[socket.socket]:
@@ -20,6 +26,20 @@ def listen(address: str) -> list[socket.socket]:
         except UserError as error:
             logging.getLogger("pipeline").warning("clients that know the old address can't connect: %s", error)
     return sockets
+
+
+async def until_free(address: str) -> None:
+    """Wait until no server listens at an address: the one that this one replaces is about to leave it."""
+    begun_s, has_warned = time.monotonic(), False
+    while True:
+        try:
+            check_free(address)
+            return
+        except OSError as error:
+            if not has_warned and time.monotonic() - begun_s > LATE_S:
+                has_warned = True
+                logging.getLogger("pipeline").warning("ZeroMQ clients have to wait: %s", error)
+        await asyncio.sleep(RETRY_S)
 
 
 def _listen(address: str) -> socket.socket:

@@ -354,15 +354,20 @@ class ZmtpListener:
         if self._is_closed and not self._connections:
             self._all_lost.set()
 
+    def stop(self) -> None:
+        """Accept no more connections, and give the address free. Idempotent."""
+        for server in self._servers:
+            server.close()
+        for listener in self._sockets:
+            listener.close()
+        self._servers, self._sockets = [], []
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close all connections; `wait_closed` waits up to `linger_s` for their buffered output."""
         if self._is_closed:
             return
         self._is_closed = True
-        for server in self._servers:
-            server.close()
-        for listener in self._sockets:
-            listener.close()
+        self.stop()
         if self._path and not self._path.startswith("@"):
             with contextlib.suppress(FileNotFoundError):
                 Path(self._path).unlink()

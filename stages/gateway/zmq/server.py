@@ -38,7 +38,7 @@ from pipeline.stages.gateway.zmq.listener import ZmtpListener
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
 from pipeline.stages.gateway.zmq.peer import ClientPeer
 from pipeline.stages.gateway.zmq.peer_sender import PeerChannel, PeerSender
-from pipeline.stages.gateway.zmq.serving.model import Choose, limits_of
+from pipeline.stages.gateway.zmq.serving.model import Choose, limits_of, refusal_of
 from pipeline.stages.gateway.zmq.serving.server_log import ServerLog
 from pipeline.stages.gateway.zmq.stream import ZmqStream
 from pipeline.stages.gateway.zmq.sweeper import Sweeper
@@ -123,8 +123,10 @@ class ZmqServer:
         """As `_receive`, in a thread."""
         try:
             await peer.model.until_loaded(len(data))
+            account_of = self._accounts.of_scope
             found = await self._large_messages.read(
-                data, peer.scope, lambda: self._limits_of(peer), lambda: self._refusal_of(peer)
+                *(data, peer.scope, lambda: self._limits_of(peer)),
+                lambda: refusal_of(peer.model, account_of(peer.scope)),
             )
             if self._peers.get(peer.connection) is peer:
                 match found.message:
@@ -153,16 +155,6 @@ class ZmqServer:
 
     def _limits_of(self, peer: ClientPeer) -> RequestLimits:
         return limits_of(peer.model, self._accounts.of_scope(peer.scope))
-
-    def _refusal_of(self, peer: ClientPeer) -> ApiError | None:
-        """Why no request of it is admitted now."""
-        try:
-            peer.model.readiness.require_ready()
-            if (account := self._accounts.of_scope(peer.scope)) is not None:
-                account.check()
-        except ApiError as error:
-            return error.with_traceback(None)  # else it would keep this frame
-        return None
 
     def _decode(self, data: bytes | bytearray) -> ReceivedMessage:
         try:
@@ -384,6 +376,11 @@ class ZmqServer:
                 peer.parsing.cancel()
             for stream, _ in peer.streams.values():
                 stream.fail(error)
+
+    def leave(self) -> None:
+        """Another server has this address: accept no more clients, and end connections when nothing is open on them."""
+        self._socket.stop()
+        self._sweeper.leave()
 
     def close(self) -> None:
         """Close all connections; `wait_closed` waits for their buffered output."""

@@ -1,4 +1,5 @@
-"""Ends connections of ZeroMQ clients that say nothing, or take nothing, for too long."""
+"""Ends connections of ZeroMQ clients that say nothing, or take nothing, for too long; and of those that have nothing
+open, if another server has taken over."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -40,12 +41,22 @@ class Sweeper:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         """Set while there are connections."""
-        self._is_closed = False
+        self._is_closed = self._is_leaving = False
 
     def start(self) -> None:
         """There is a connection. Idempotent."""
         if self._timer is None and self._listener.num_connections and not self._is_closed:
             self._timer = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def leave(self) -> None:
+        """From now on, disconnect each client that has nothing open here: another server is at this address."""
+        self._is_leaving = True
+        for peer in list(self._peers.values()):
+            self._leave(peer)
+
+    def _leave(self, peer: ClientPeer) -> None:
+        if not (peer.streams or peer.waiting or peer.pending or peer.parsing or peer.connection.is_waiting):
+            self._disconnect(peer)
 
     def close(self) -> None:
         self._is_closed = True
@@ -62,6 +73,8 @@ class Sweeper:
                 peer.suspended(late_s)
             elif late_s <= max(SWEEP_S, 1.0):  # else the loop was blocked and has not read yet
                 self._check(peer, now_s)
+            if self._is_leaving and self._peers.get(peer.connection) is peer:
+                self._leave(peer)
         if not was_suspended and late_s <= max(SWEEP_S, 1.0):
             self._listener.give_up_slow()
         self.start()

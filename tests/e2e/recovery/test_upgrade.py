@@ -1,4 +1,5 @@
-"""A new version is installed over the code of a running server, and its stages are restarted one after the other.
+"""A new version is installed over the code of a running server, and its stages are restarted one after the other, or
+the whole server is.
 
 It starts a server from a copy of the code, so it is collected only with PIPELINE_ALL_KILLS=1.
 """
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("smollm2_dir")
 ROOT = Path(__file__).parents[3]
 STAGES = ("ingest", "schedule", "execute", "detokenize", "gateway")
 """In the order in which they are upgraded."""
+NEW = "--new-version"
 
 
 class Installation:
@@ -35,14 +38,15 @@ class Installation:
         # Safe path: the working directory, which has this code, comes after the copy.
         self.environ = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def change(self, path: str, old: str, new: str) -> None:
-        """Edit the code, as the installation of another version does."""
+    def change(self, path: str, old: str, new: str, *, first: bool = False) -> None:
+        """Edit the code, as the installation of another version does: the only place, or the first one."""
         code = (self.folder / path).read_text()
-        assert code.count(old) == 1, f"{path} has {code.count(old)} times {old!r}"
-        (self.folder / path).write_text(code.replace(old, new))
+        assert first or code.count(old) == 1, f"{path} has {code.count(old)} times {old!r}"
+        (self.folder / path).write_text(code.replace(old, new, 1))
 
-    def restart(self, server: Server, stage: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "pipeline", "restart", stage, "--pid", str(server.process.pid)]
+    def restart(self, server: Server, *what: str) -> "subprocess.CompletedProcess[str]":
+        port = str(urllib.parse.urlsplit(server.url).port)
+        command = [sys.executable, "-m", "pipeline", "restart", *what, "--port", port]
         return subprocess.run(
             command, capture_output=True, text=True, timeout=120, env=os.environ | self.environ, cwd=self.folder
         )
@@ -120,4 +124,41 @@ def test_a_version_with_other_messages_is_refused_and_the_stage_serves_on(
     done = installation.restart(server, "schedule")
     assert done.returncode == 1
     assert "whose stages don't understand those of the running server; restart the whole server" in done.stderr
+    assert [one["pid"] for one in server.health()["stages"]] == [one["pid"] for one in before]
+
+
+def test_a_new_version_with_other_messages_takes_over_and_no_stream_notices(
+    server: Server, installation: Installation
+) -> None:
+    """All processes are new, of the supervisor too: it may differ in everything."""
+    streams = requests(40)
+    undisturbed = asyncio.run(run(server.url, streams, Ledger()))
+    before = {one["pid"] for one in server.health()["stages"]}
+    installation.change("pipeline/version.py", 'VERSION = "0.1.0"', 'VERSION = "0.1.1"')
+    installation.change(
+        "pipeline/runtime/messages/ingest.py",
+        "    gateway_incarnation: int = 1\n",
+        "    gateway_incarnation: int = 1\n    more: int = 0\n",
+    )
+    ledger, done = Ledger(), []
+    begun = threading.Event()
+    upgrading = threading.Thread(target=lambda: done.append((begun.wait(60), installation.restart(server, NEW))[1]))
+    upgrading.start()
+    ledger.on_event(lambda _: begun.set())
+    while not done:
+        assert asyncio.run(run(server.url, streams, ledger)) == undisturbed
+    upgrading.join()
+    assert done[0].returncode == 0, done[0].stderr
+    assert "0.1.1" in version_of(server)
+    assert before.isdisjoint(one["pid"] for one in server.health()["stages"])
+    assert asyncio.run(run(server.url, streams, Ledger())) == undisturbed
+    assert server.process.poll() is None, "the process that a service manager watches stays"
+
+
+def test_a_version_that_does_not_start_changes_nothing(server: Server, installation: Installation) -> None:
+    installation.change("pipeline/version.py", 'VERSION = "0.1.0"', 'VERSION = "0.1.1"')
+    installation.change("pipeline/stages/schedule/stage.py", "import ", "import no_such_module\nimport ", first=True)
+    before = server.health()["stages"]
+    done = installation.restart(server, NEW)
+    assert done.returncode == 1 and "the next server did not start" in done.stderr
     assert [one["pid"] for one in server.health()["stages"]] == [one["pid"] for one in before]

@@ -22,6 +22,7 @@ class Fake:
     def __init__(self, address: str = "one", *, is_idle: bool = True) -> None:
         self.address = address
         self.is_idle = is_idle
+        self.is_kept_alive = is_idle
         self.is_closed = False
         self.descriptor = -1
 

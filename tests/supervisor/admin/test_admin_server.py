@@ -20,7 +20,8 @@ from pipeline.metrics.stats import ServerStats, StageCounts
 from pipeline.runtime import messages as m
 from pipeline.supervisor.admin import admin_client, admin_server
 from pipeline.supervisor.admin.admin_client import Admin, find_servers, is_running
-from pipeline.supervisor.admin.admin_server import AdminServer, Questions
+from pipeline.supervisor.admin.admin_server import AdminServer
+from pipeline.supervisor.admin.questions import MAX_OPEN_QUESTIONS, Questions
 from pipeline.supervisor.reconfigure.changed_settings import changes
 from pipeline.supervisor.restart.restart_log import RestartLog
 from tests.rig import PATIENCE_S, Rig
@@ -44,6 +45,7 @@ class Bench:
         self.restarts: list[tuple[str, Callable[[float, str], None]]] = []
         self.reloads: list[Any] = []
         self.sleeps: list[Any] = []
+        self.server_restarts: list[Any] = []
         self.restart_log = RestartLog()
         self.server = AdminServer(
             self.context,
@@ -56,6 +58,7 @@ class Bench:
             lambda: SettingsSource(sets=["log_level=debug"]),
             self.restart_log.trace,
             lambda *asked: self.sleeps.append(asked),
+            lambda *asked: self.server_restarts.append(asked),
         )
         self.peer = self.context.socket(zmq.DEALER)
         self.peer.connect(admin_server.address_of(self.name))
@@ -224,11 +227,11 @@ def test_open_requests_are_bounded_and_so_is_the_work_of_one_turn(bench: Bench) 
         peer.connect(admin_server.address_of(bench.name))
         for nonce in range(1, 13):
             peer.send(msgspec.msgpack.encode(admin_server.StageCommand(nonce, ["schedule"], m.Count(0), timeout_s=600)))
-    bench.turn_until(lambda: len(bench.sent) == admin_server.MAX_OPEN_QUESTIONS)
+    bench.turn_until(lambda: len(bench.sent) == MAX_OPEN_QUESTIONS)
     bench.turn_until(lambda: any(peer.poll(0) for peer in peers))
     problem = next(peer for peer in peers if peer.poll(0)).recv()
     assert "ask again later" in msgspec.msgpack.decode(problem, type=admin_server.AdminReply).message
-    assert len(bench.sent) == admin_server.MAX_OPEN_QUESTIONS
+    assert len(bench.sent) == MAX_OPEN_QUESTIONS
     for peer in peers:
         peer.close(linger=0)
 

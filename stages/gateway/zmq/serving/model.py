@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline.http_server.access.key_accounts import Account
+from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
@@ -46,6 +47,17 @@ Choose = Callable[[str | None, str], ZmqModel]
 def limits_of(model: ZmqModel, account: Account | None) -> RequestLimits:
     """Those of a client's key, which may use some models only. Raises ApiError, 503, if the model is not loaded."""
     return model.limits if account is None else model.limits.for_key(account.key.models)
+
+
+def refusal_of(model: ZmqModel, account: Account | None) -> ApiError | None:
+    """Why no request of a client is admitted now."""
+    try:
+        model.readiness.require_ready()
+        if account is not None:
+            account.check()
+    except ApiError as error:
+        return error.with_traceback(None)  # else it would keep this frame
+    return None
 
 
 class OnlyModel:
