@@ -154,28 +154,22 @@ class AsyncLLM(AsyncPoolingMethods):
         return self._gateways.is_forked_copy
 
     async def sleep(self, level: int = 1, mode: str = "keep", *, wake_on_request: bool = False) -> None:
-        """Put the embedded server to sleep: its executor ends and frees its memory. Open requests wait, and go on after
+        """Put the server to sleep: its executor ends and frees its memory. Open requests wait, and go on after
         `wake_up`. With `wake_on_request`, the next request wakes it. `level` and `mode` have no other values.
 
-        Raises UserError with the reason if it does not sleep, and if attached to a running server.
+        Raises UserError with the reason if it does not sleep. A running server that this object is attached to needs
+        gateway.enable_sleep_mode.
         """
-        await self._ready_to_sleep()
-        await asyncio.to_thread(sleep.sleep, self._server, level, mode, wake_on_request=wake_on_request)
+        await sleep.sleep(self._gateways, self._server, level, mode, wake_on_request=wake_on_request)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Wake the embedded server. Returns when open requests go on. `tags` must be None. Raises UserError with the
-        reason if it can't start its executor: it sleeps on then."""
-        await self._ready_to_sleep()
-        await asyncio.to_thread(sleep.wake_up, self._server, tags)
+        """Wake the server. Returns when open requests go on. `tags` must be None. Raises UserError with the reason if
+        it can't start its executor: it sleeps on then."""
+        await sleep.wake_up(self._gateways, self._server, tags)
 
     async def is_sleeping(self) -> bool:
-        """Whether the embedded server's executor is away. Raises UserError if attached to a running server."""
-        await self._ready_to_sleep()
-        return await asyncio.to_thread(sleep.is_sleeping, self._server)
-
-    async def _ready_to_sleep(self) -> None:
-        if self._server is not None:
-            await self.ready()
+        """Whether the server's executor is away, or about to leave or to come back. Raises UserError as `sleep`."""
+        return await sleep.is_sleeping(self._gateways, self._server)
 
     async def close(self) -> None:
         """Abort open requests and stop the embedded server. May be called again."""

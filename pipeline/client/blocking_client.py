@@ -99,6 +99,18 @@ class Client:
 
         return self._do(embed())
 
+    def sleep(self, *, wake_on_request: bool = False) -> None:
+        """As `AsyncClient.sleep`."""
+        self._do(self._client.sleep(wake_on_request=wake_on_request))
+
+    def wake_up(self) -> None:
+        """As `AsyncClient.wake_up`."""
+        self._do(self._client.wake_up())
+
+    def is_sleeping(self) -> bool:
+        """As `AsyncClient.is_sleeping`."""
+        return self._do(self._client.is_sleeping())
+
     def close(self) -> None:
         """Close the connection; the server aborts open requests. May be called again. Also called at exit, and when the
         client and its streams are garbage."""

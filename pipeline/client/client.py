@@ -247,6 +247,25 @@ class AsyncClient:
             raise ValueError(f"the server {info.server} can't compute this embedding: pooling must be {known}")
         return msgspec.structs.replace(params, task=task if info.tasks else None)
 
+    # ------------------------------------------------------------------------------------------------------------ sleep
+
+    async def sleep(self, *, wake_on_request: bool = False) -> None:
+        """Put the server to sleep, if gateway.enable_sleep_mode is set: its executor ends and frees its memory. Open
+        requests wait, and go on after `wake_up`. With `wake_on_request`, the next request wakes it.
+
+        Raises RequestError with the reason if it does not sleep, ConnectionLost if the connection ends before the
+        answer, and ValueError if the server can't do it over ZeroMQ.
+        """
+        await self._session.ask_sleep(p.SetSleep(0, True, bool(wake_on_request)))
+
+    async def wake_up(self) -> None:
+        """Wake the server. Returns when open requests go on. Raises as `sleep`."""
+        await self._session.ask_sleep(p.SetSleep(0, False))
+
+    async def is_sleeping(self) -> bool:
+        """Whether the server's executor is away, or about to leave or to come back. Raises as `sleep`."""
+        return await self._session.ask_sleep(p.AskSleep(0))
+
     async def __aenter__(self) -> "AsyncClient":
         return self
 

@@ -41,8 +41,7 @@ BODY_STEP_BYTES = 64 * 1024
 LARGE_BODY_BYTES = 512 * 1024
 """Larger ones have their turns as this one has, in another class of pipeline/runtime/queues/fair_queue.py than what one
 turn reads: a body that ends soon does not wait behind those that go on."""
-IDLE_CONNECTION_S = 300.0
-"""Keep-alive time of idle connections."""
+IDLE_CONNECTION_S = 300.0  # keep-alive time of idle connections
 CLOSE_S = 1.0  # time for responses to end at `cleanup`
 HEAD_S = 30.0
 """Time for the head of a request, from its first byte; of the first request, from the connection's start."""

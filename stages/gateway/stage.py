@@ -198,7 +198,12 @@ class GatewayStage:
         limits = self.limits if account is None else self.limits.for_key(account.key.models)
         if name is not None:
             check_model(name, limits)
-        return OnlyModel(self.readiness, self.requests, self.limits)
+        return OnlyModel(self.readiness, self.requests, self.limits, self.sleep_control)
+
+    @property
+    def sleep_control(self) -> SleepControl | None:
+        """For clients that are not at the admin listener; None if there is one."""
+        return self._sleep_control if self._stage.settings.gateway.admin_port < 0 else None
 
     def _fail_zmq_requests(self, error: ApiError) -> None:
         """Streams over ZeroMQ may stay open after their requests have finished, until their clients grant credit."""

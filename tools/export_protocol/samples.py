@@ -151,6 +151,11 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "failed": p.Failed(1, p.Failure(400, "'temperature' must be a number <= 2.0", "temperature", "invalid_value")),
     "failed without param and code": p.Failed(MAX_U64, p.Failure(500, "the server could not finish this request")),
     "pong": p.Pong(2**53 + 1),
+    "set sleep": p.SetSleep(MAX_U64, True, True),
+    "wake up": p.SetSleep(2, False),
+    "ask sleep": p.AskSleep(3),
+    "sleep state": p.SleepState(3, True),
+    "sleep state, refused": p.SleepState(2, False, p.Failure(403, "this server can't sleep", None, "forbidden")),
     "error": p.Error(p.Failure(400, "the first message of a connection must be hello", None, "no_hello")),
 }
 

@@ -42,6 +42,8 @@ export class Client {
   /** Timers of open requests that no server works on. */
   #waiting = new Map();
   #nextId = 1n;
+  /** Questions about sleep without an answer, by nonce: {resolve, reject}. */
+  #asked = new Map();
   #lost = null;
   #reconnectEndMs = 0;
 
@@ -105,6 +107,25 @@ export class Client {
     return stream.embedding;
   }
 
+  /**
+   * Put the server to sleep, if it allows it (gateway.enable_sleep_mode). Open requests go on after `wakeUp`; with
+   * `wakeOnRequest`, the next request wakes it. Rejects with RequestError with the reason if it does not, with
+   * ConnectionLost where the connection ends first, and with TypeError at a server that is too old.
+   */
+  async sleep({ wakeOnRequest = false } = {}) {
+    await this.#ask({ kind: "set_sleep", sleeps: true, wakes_on_request: wakeOnRequest });
+  }
+
+  /** Wake the server. Resolves when open requests go on. Rejects as `sleep`. */
+  async wakeUp() {
+    await this.#ask({ kind: "set_sleep", sleeps: false });
+  }
+
+  /** Whether the server sleeps, or is about to fall asleep or to wake. Rejects as `sleep`. */
+  async isSleeping() {
+    return (await this.#ask({ kind: "ask_sleep" })).is_sleeping;
+  }
+
   /** Close the connection; the server aborts what is open. */
   async close() {
     const connection = this.#connection;
@@ -148,6 +169,7 @@ export class Client {
     if (connection !== this.#connection) return;
     this.#connection = null;
     connection.close();
+    this.#loseAsked(error);
     if (!mayReturn || this.#reconnectTimeoutMs === 0) {
       this.#end(error);
       return;
@@ -190,7 +212,27 @@ export class Client {
   /** Fail all requests, and make no more connections. */
   #end(error) {
     this.#lost ??= error;
+    this.#loseAsked(this.#lost);
     for (const stream of [...this.#streams.values()]) this.#fail(stream, this.#lost);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------ sleep
+
+  async #ask(question) {
+    if (this.#lost) throw this.#lost;
+    if (!this.#connection) throw new ConnectionLost("there is no connection now");
+    if (!this.info.takes_sleep) throw new TypeError("this server can't be put to sleep over ZeroMQ: it is too old");
+    const nonce = this.#nextId++;
+    const answer = new Promise((resolve, reject) => this.#asked.set(nonce, { resolve, reject }));
+    this.#connection.send({ ...question, nonce });
+    const state = await answer;
+    if (state.failure) throw new RequestError(state.failure);
+    return state;
+  }
+
+  #loseAsked(error) {
+    for (const { reject } of this.#asked.values()) reject(error);
+    this.#asked.clear();
   }
 
   // --------------------------------------------------------------------------------------------------------- requests
@@ -231,6 +273,11 @@ export class Client {
   }
 
   #handle(message) {
+    if (message.kind === "sleep_state") {
+      this.#asked.get(message.nonce)?.resolve(message);
+      this.#asked.delete(message.nonce);
+      return;
+    }
     const stream = this.#streams.get(message.request_id);
     if (!stream || (message.kind === "failed" && this.#isKept(stream, message.failure))) return;
     if (message.kind === "finished" || message.kind === "failed") this.#streams.delete(message.request_id);

@@ -16,6 +16,10 @@ const u64 = {
 const ids = { write: packIds, read: unpackIds };
 const list = (of) => ({ write: (values) => values.map(of.write), read: (values) => values.map(of.read) });
 const part = (name) => ({ write: (value) => toArray(PARTS[name], value), read: (value) => fromArray(PARTS[name], value) });
+const optional = (name) => ({
+  write: (value) => (value === null ? null : part(name).write(value)),
+  read: (value) => (value === null ? null : part(name).read(value)),
+});
 const NO_BYTES = new Uint8Array(0);
 // What a client asks: a map with the fields of the HTTP API, of which those that are null or missing are not written.
 const request = { write: (value) => asked(value), read: (value) => unasked(value) };
@@ -59,6 +63,12 @@ const MESSAGES = {
   abort: [["request_id", u64]],
   credit: [["request_id", u64], ["num_deltas", plain]],
   ping: [["nonce", u64, 0n]],
+  set_sleep: [
+    ["nonce", u64],
+    ["sleeps", plain],
+    ["wakes_on_request", plain, false],
+  ],
+  ask_sleep: [["nonce", u64]],
   bye: [],
   welcome: [
     ["version", plain],
@@ -76,6 +86,7 @@ const MESSAGES = {
     ["gateway", plain, 0],
     ["poolings", plain, []],
     ["tasks", plain, []],
+    ["takes_sleep", plain, false],
   ],
   accepted: [
     ["request_id", u64],
@@ -101,6 +112,11 @@ const MESSAGES = {
   ],
   failed: [["request_id", u64], ["failure", part("failure")]],
   pong: [["nonce", u64, 0n]],
+  sleep_state: [
+    ["nonce", u64],
+    ["is_sleeping", plain, false],
+    ["failure", optional("failure"), null],
+  ],
   error: [["failure", part("failure")]],
 };
 

@@ -152,7 +152,7 @@ class Connection:
 
     def _handle(self, message: p.ServerMessage) -> None:
         match message:
-            case p.Accepted() | p.Delta() | p.Finished() | p.Failed():
+            case p.Accepted() | p.Delta() | p.Finished() | p.Failed() | p.SleepState():
                 self._on_message(message)
             case p.Welcome(heartbeat_s=heartbeat_s, silence_s=silence_s):
                 if self._welcome.done():

@@ -72,6 +72,8 @@ class Session:
         """Until when requests wait; time.monotonic()."""
         self._lost: Exception | None = None
         self._is_closed = False
+        self._asked: dict[int, asyncio.Future[p.SleepState]] = {}
+        """Questions about sleep without an answer, by nonce."""
 
     @property
     def is_lost(self) -> bool:
@@ -102,11 +104,39 @@ class Session:
             self._connection.send_bytes(data)
         return stream
 
+    async def ask_sleep(self, message: p.SetSleep | p.AskSleep) -> bool:
+        """Put the server to sleep, wake it, or ask whether it sleeps; the nonce is set here. Returns whether it sleeps.
+        Raises RequestError with the server's reason, ConnectionLost if it does not answer, ValueError if it is too
+        old."""
+        if self._lost is not None:
+            raise self._lost
+        if self._connection is None or self._welcome is None:
+            raise ConnectionLost(f"there is no connection to {self.address} now")
+        if not self._welcome.takes_sleep:
+            raise ValueError(f"the server {self._welcome.server} can't be put to sleep over ZeroMQ: it is too old")
+        nonce = self.next_id()
+        future: asyncio.Future[p.SleepState] = self._loop.create_future()
+        self._asked[nonce] = future
+        self._connection.send(msgspec.structs.replace(message, nonce=nonce))
+        try:
+            state = await future
+        finally:
+            del self._asked[nonce]
+        if state.failure is not None:
+            raise error_of(state.failure)
+        return state.is_sleeping
+
+    def _lose_asked(self, error: ConnectionLost) -> None:
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(error)
+
     def end(self, error: ConnectionLost) -> None:
         """Fail all requests, and make no more connections."""
         if self._lost is not None:
             return
         self._lost = error
+        self._lose_asked(error)
         self._stop_waiting()
         for stream in list(self._streams.values()):
             if not stream.is_closed:
@@ -174,6 +204,7 @@ class Session:
             return  # not in use yet: `open` or `_connected` fails
         self._connection = None
         connection.close()
+        self._lose_asked(error)
         if not may_return or self._reconnect_timeout_s == 0:
             self.end(error)
             return
@@ -252,6 +283,10 @@ class Session:
                 self._connection.send(p.Abort(request_id))
 
     def _handle(self, message: p.ServerMessage) -> None:
+        if isinstance(message, p.SleepState):
+            if (future := self._asked.get(message.nonce)) is not None and not future.done():
+                future.set_result(message)
+            return
         assert isinstance(message, p.Accepted | p.Delta | p.Finished | p.Failed)
         stream = self._streams.get(message.request_id)
         if stream is None or stream.is_closed:

@@ -27,8 +27,28 @@ from pipeline.client.protocol.request import (
     Request,
     json_text,
 )
-from pipeline.client.protocol.to_client import Accepted, Delta, Error, Failed, Finished, Pong, ServerMessage, Welcome
-from pipeline.client.protocol.to_server import Abort, Bye, ClientMessage, Credit, Generate, Hello, Ping
+from pipeline.client.protocol.to_client import (
+    Accepted,
+    Delta,
+    Error,
+    Failed,
+    Finished,
+    Pong,
+    ServerMessage,
+    SleepState,
+    Welcome,
+)
+from pipeline.client.protocol.to_server import (
+    Abort,
+    AskSleep,
+    Bye,
+    ClientMessage,
+    Credit,
+    Generate,
+    Hello,
+    Ping,
+    SetSleep,
+)
 
 __all__ = [
     "MAX_CLIENT_CHARS",
@@ -39,6 +59,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "Abort",
     "Accepted",
+    "AskSleep",
     "Bye",
     "ClientMessage",
     "ContentPart",
@@ -64,6 +85,8 @@ __all__ = [
     "RequestId",
     "ResponseFormat",
     "ServerMessage",
+    "SetSleep",
+    "SleepState",
     "StructuredOutputsParam",
     "ToolCallParam",
     "Welcome",

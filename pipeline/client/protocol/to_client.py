@@ -57,6 +57,9 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
             "score. Empty if the server is older than this field."
         ),
     ] = []
+    takes_sleep: Annotated[
+        bool, Meta(description="Whether the server takes `set_sleep` and `ask_sleep`. False if it is older.")
+    ] = False
 
 
 class Accepted(WireMessage, frozen=True, tag="accepted"):
@@ -154,10 +157,24 @@ class Pong(WireMessage, frozen=True, tag="pong"):
     ] = 0
 
 
+class SleepState(WireMessage, frozen=True, tag="sleep_state"):
+    """The answer to `set_sleep` and `ask_sleep`."""
+
+    nonce: Annotated[
+        int, Meta(ge=0, description="The nonce of the question.", extra_json_schema={"maximum": 2**64 - 1})
+    ]
+    is_sleeping: Annotated[
+        bool, Meta(description="Whether the executor is away, or about to leave or to come back.")
+    ] = False
+    failure: Annotated[
+        Failure | None, Meta(description="Why the server does not do what was asked for; null if it did.")
+    ] = None
+
+
 class Error(WireMessage, frozen=True, tag="error"):
     """Ends the connection. The server aborts its open requests and closes it after this message."""
 
     failure: Failure
 
 
-ServerMessage = Welcome | Accepted | Delta | Finished | Failed | Pong | Error
+ServerMessage = Welcome | Accepted | Delta | Finished | Failed | Pong | SleepState | Error

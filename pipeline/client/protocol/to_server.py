@@ -86,8 +86,28 @@ class Ping(WireMessage, frozen=True, tag="ping"):
     ] = 0
 
 
+class SetSleep(WireMessage, frozen=True, tag="set_sleep"):
+    """Put the connection's model to sleep, or wake it. The server answers with `sleep_state` when that is done, or why
+    it is not. Only for a server whose `welcome` has `takes_sleep`."""
+
+    nonce: Annotated[
+        int, Meta(ge=0, description="Returned in `sleep_state` (u64).", extra_json_schema={"maximum": 2**64 - 1})
+    ]
+    sleeps: Annotated[bool, Meta(description="Whether it is to sleep, or to wake.")]
+    wakes_on_request: Annotated[bool, Meta(description="A new request wakes a server that sleeps.")] = False
+
+
+class AskSleep(WireMessage, frozen=True, tag="ask_sleep"):
+    """Whether the connection's model sleeps. The server answers with `sleep_state`. Only for a server whose `welcome`
+    has `takes_sleep`."""
+
+    nonce: Annotated[
+        int, Meta(ge=0, description="Returned in `sleep_state` (u64).", extra_json_schema={"maximum": 2**64 - 1})
+    ]
+
+
 class Bye(WireMessage, frozen=True, tag="bye"):
     """The client disconnects. The server aborts its open requests without an answer."""
 
 
-ClientMessage = Hello | Generate | Abort | Credit | Ping | Bye
+ClientMessage = Hello | Generate | Abort | Credit | Ping | SetSleep | AskSleep | Bye

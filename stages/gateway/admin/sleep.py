@@ -51,14 +51,14 @@ class SleepControl:
         if flag not in FLAGS:
             problem = f"'wake_on_request' must be true or false, got {shown(flag)!r}"
             raise invalid("wake_on_request", problem, "invalid_value")
-        await self._set(sleeps=True, wakes_on_request=FLAGS[flag])
+        await self.set(sleeps=True, wakes_on_request=FLAGS[flag])
 
     async def wake_up(self, query: Mapping[str, str]) -> None:
         """Wake the server. Returns when steps go on. Raises ApiError as `sleep`."""
         if (tags := query.get("tags")) is not None:
             problem = f"'tags' must be left out, because all is loaded at once, got {shown(tags)!r}"
             raise invalid("tags", problem, "invalid_value")
-        await self._set(sleeps=False)
+        await self.set(sleeps=False)
 
     async def is_sleeping(self) -> Sleeping:
         """Whether the server sleeps. Raises ApiError, 503, if there is no answer."""
@@ -67,7 +67,9 @@ class SleepControl:
     def handle_reply(self, message: m.SleepSet) -> None:
         self._pending.handle(message.nonce, message)
 
-    async def _set(self, *, sleeps: bool, wakes_on_request: bool = False) -> None:
+    async def set(self, *, sleeps: bool, wakes_on_request: bool = False) -> None:
+        """Put the server to sleep, or wake it. Returns when that is done. Raises ApiError: 403 if clients may not, 409
+        if the server can't now."""
         reply = await self._ask(m.SetSleep(0, sleeps, wakes_on_request), TIMEOUT_S)
         if reply.problem:
             raise ApiError(HTTPStatus.CONFLICT, reply.problem, code="conflict")

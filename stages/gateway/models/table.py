@@ -25,6 +25,7 @@ from pipeline.runtime.messages.models import (
     UnloadModel,
 )
 from pipeline.runtime.security.api_keys import NO_SCOPE
+from pipeline.stages.gateway.admin.sleep import SleepControl
 from pipeline.stages.gateway.errors import ApiError, invalid, shown
 from pipeline.stages.gateway.models.waiting_room import MESSAGE_PARTS, WaitingRoom
 from pipeline.stages.gateway.open_requests.table import RequestTable
@@ -305,6 +306,10 @@ class ZmqTarget:
     @property
     def limits(self) -> RequestLimits:
         return self._gateway.limits
+
+    @property
+    def sleep_control(self) -> SleepControl | None:
+        return self._gateway.sleep_control
 
     @property
     def is_loaded(self) -> bool:

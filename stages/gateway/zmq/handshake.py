@@ -46,4 +46,5 @@ def welcome_of(
         gateway=gateway,
         poolings=list(POOLINGS) if "embed" in limits.tasks else [],
         tasks=list(limits.tasks),
+        takes_sleep=True,
     )

@@ -43,7 +43,7 @@ class ReceivedGenerate(p.WireMessage, frozen=True, tag="generate"):
     name: str | None = None
 
 
-ReceivedMessage = p.Hello | ReceivedGenerate | p.Abort | p.Credit | p.Ping | p.Bye
+ReceivedMessage = p.Hello | ReceivedGenerate | p.Abort | p.Credit | p.Ping | p.SetSleep | p.AskSleep | p.Bye
 """A `p.ClientMessage` as the server decodes it."""
 
 _requests: MessageDecoder[p.Request] = MessageDecoder(p.Request)

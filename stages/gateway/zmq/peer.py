@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
+from typing import Any
 
 from pipeline.runtime.security.api_keys import NO_SCOPE
 from pipeline.stages.gateway.errors import ApiError
@@ -26,6 +28,8 @@ class ClientPeer:
         """Since its hello."""
         self.waiting: dict[int, asyncio.Task[None]] = {}
         """Requests that wait until the model is loaded."""
+        self.asking: set[asyncio.Task[None]] = set()
+        """Its questions to the supervisor, which nothing waits for at the end."""
         self.streams: dict[int, tuple[ZmqStream, asyncio.Task[None]]] = {}
         self.pending: deque[bytes] = deque()
         """Small messages that the full connection did not take. Those with output or ids wait in their streams."""
@@ -38,6 +42,12 @@ class ClientPeer:
         """Why the request of that message is not opened any more."""
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = RETRY_S
+
+    def ask(self, question: Coroutine[Any, Any, None]) -> None:
+        """Answer a question of the client."""
+        task = asyncio.get_running_loop().create_task(question)
+        self.asking.add(task)
+        task.add_done_callback(self.asking.discard)
 
     def sent(self) -> None:
         """The connection has taken a message."""

@@ -38,6 +38,7 @@ from pipeline.stages.gateway.zmq.listener import ZmtpListener
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
 from pipeline.stages.gateway.zmq.peer import ClientPeer
 from pipeline.stages.gateway.zmq.peer_sender import PeerChannel, PeerSender
+from pipeline.stages.gateway.zmq.serving import sleep
 from pipeline.stages.gateway.zmq.serving.model import Choose, limits_of, refusal_of
 from pipeline.stages.gateway.zmq.serving.server_log import ServerLog
 from pipeline.stages.gateway.zmq.stream import ZmqStream
@@ -193,6 +194,8 @@ class ZmqServer:
             case p.Ping(nonce):
                 if peer.full_s is None:  # else the buffered output is a sign of life
                     self._sender.post(peer, p.Pong(nonce))
+            case p.SetSleep() | p.AskSleep():
+                peer.ask(sleep.answer(peer, message, PeerChannel(self._sender, peer)))
             case p.Bye():
                 self._disconnect(peer)
             case _:
@@ -350,7 +353,7 @@ class ZmqServer:
         self._sender.forget(peer)
         if peer.parsing is not None:
             peer.parsing.cancel()
-        for task in peer.waiting.values():
+        for task in (*peer.waiting.values(), *peer.asking):
             task.cancel()
         for stream, task in peer.streams.values():
             stream.release()

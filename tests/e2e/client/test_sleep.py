@@ -83,12 +83,21 @@ def test_what_it_does_not_take_is_refused_by_name(sleeper: LLM, options: dict[st
     assert not sleeper.is_sleeping()
 
 
-def test_only_the_owner_of_a_server_can_do_that(sleeper: LLM) -> None:
+def test_one_that_is_attached_does_the_same_if_the_server_lets_clients_do_that(sleeper: LLM, tiny_model: Path) -> None:
+    """`sleeper` has vLLM's `enable_sleep_mode`."""
+    expected = sleeper.generate("a", GREEDY)[0].outputs
     with LLM.attach(sleeper.address) as other:
-        for call in (other.sleep, other.wake_up, other.is_sleeping):
-            with pytest.raises(UserError, match="POST /sleep"):
-                call()
-    assert not sleeper.is_sleeping()
+        other.sleep()
+        assert other.is_sleeping() and sleeper.is_sleeping()
+        other.wake_up()
+        assert not other.is_sleeping()
+        assert other.generate("a", GREEDY)[0].outputs == expected
+        with pytest.raises(UserError, match="level must be 1"):
+            other.sleep(level=2)
+    with LLM(**tiny(tiny_model)) as owner, LLM.attach(owner.address) as other:
+        with pytest.raises(UserError, match="enable_sleep_mode"):
+            other.sleep()
+        assert not other.is_sleeping()
 
 
 def test_a_server_that_dies_meanwhile_is_reported_at_once(tiny_model: Path) -> None:

@@ -181,8 +181,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     ),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
     "drain": m.Drain(30.0),
-    "drain to leave": m.Drain(30.0, is_leaving=True),
-    "drain for a successor": m.Drain(30.0, True, True, "sentence", "We restart."),
+    "drain to leave": m.Drain(30.0, True, True, "sentence", "We restart."),
     "late_stages": m.LateStages(["execute.0"], [1.5], [0.5]),
     "stage_died": m.StageDied("execute.0", "killed by signal 9"),
     "submit of a chat": m.Submit(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline.http_server.access.key_accounts import Account
+from pipeline.stages.gateway.admin.sleep import SleepControl
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ZmqModel(Protocol):
-    """A model. The first three change if it is unloaded and loaded again; they raise ApiError, 503, if it is not
+    """A model. The first four change if it is unloaded and loaded again; they raise ApiError, 503, if it is not
     loaded."""
 
     @property
@@ -26,6 +27,10 @@ class ZmqModel(Protocol):
 
     @property
     def limits(self) -> RequestLimits: ...
+
+    @property
+    def sleep_control(self) -> SleepControl | None:
+        """None if only the admin listener may put the model to sleep."""
 
     @property
     def is_loaded(self) -> bool: ...
@@ -65,7 +70,14 @@ class OnlyModel:
 
     is_loaded = True
 
-    def __init__(self, readiness: Readiness, requests: RequestTable, limits: RequestLimits) -> None:
+    def __init__(
+        self,
+        readiness: Readiness,
+        requests: RequestTable,
+        limits: RequestLimits,
+        sleep_control: SleepControl | None,
+    ) -> None:
+        self.sleep_control = sleep_control
         self.readiness = readiness
         self.requests = requests
         self.limits = limits

@@ -36,7 +36,7 @@ def test_these_do_not(text: str) -> None:
     assert not SENTENCE_END.search(text)
 
 
-def test_a_reply_ends_with_its_sentence_and_the_stages_are_told(gate: Gate) -> None:
+def test_a_reply_ends_with_its_sentence_and_the_stages_forget_it(gate: Gate) -> None:
     response = gate.post(CHAT | {"stream": True})
     submit = gate.begin()
     gate.delta(submit, "One. Two")
