@@ -110,7 +110,7 @@ def load_server(
         except ConfigError as error:
             problems += [one if MODELS in one else f"[{MODELS}.{name}]: {one}" for one in error.problems]
         else:
-            problems += _problems_on_gpu(name, settings)
+            problems += _problems_of_one(name, settings, shared)
             found[name] = msgspec.structs.replace(settings, served_model_name=name)
     problems += _double_names(found)
     if problems:
@@ -202,11 +202,14 @@ def _problems_of_shared(shared: Settings) -> list[str]:
     return problems
 
 
-def _problems_on_gpu(name: str, settings: Settings) -> list[str]:
-    """A model that takes what is left of a GPU leaves nothing to the others."""
-    if settings.execute.device == "cpu" or settings.execute.kv_cache_bytes:
-        return []
-    return [f"[{MODELS}.{name}]: execute.kv_cache_bytes: with several models on a GPU, set the size of each KV cache"]
+def _problems_of_one(name: str, settings: Settings, shared: Settings) -> list[str]:
+    """What one of several models can't have. One that takes what is left of a GPU leaves nothing to the others."""
+    problems, execute = [], settings.execute
+    if execute.launcher != "process" and shared.execute.launcher == "process":
+        problems.append("execute.launcher: several models run on this machine: leave it at 'process'")
+    if execute.device != "cpu" and not execute.kv_cache_bytes:
+        problems.append("execute.kv_cache_bytes: with several models on a GPU, set the size of each KV cache")
+    return [f"[{MODELS}.{name}]: {one}" for one in problems]
 
 
 def _shared_keys(table: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -84,6 +84,11 @@ def test_a_key_of_the_whole_server_is_refused_in_a_models_table(tmp_path: Path) 
         ("models = 1\n", "has a table for each model"),
         ("[models]\na = 1\n", "models.a: is a table"),
         (TWO + "[gateway]\nreplicas = 2\n", "gateway.replicas: several models have one gateway"),
+        (
+            "[execute]\nlauncher = 'ray'\n[models.a]\nmodel = '/a'\n",
+            "execute.launcher: several models run on this machine",
+        ),
+        (TWO + "[models.chat.execute]\nlauncher = 'ray'\n", "[models.chat]: execute.launcher: several models run on"),
         ("[execute]\ndevice = 'cuda'\n[models.a]\nmodel = '/a'\n", "memory_bytes: with several models on a GPU"),
         ("[execute]\ndevice = 'cuda'\n[models.a]\nmodel = '/a'\n", "[models.a]: execute.kv_cache_bytes: with several"),
     ],

@@ -21,7 +21,10 @@ def run(args: argparse.Namespace) -> int:
         with Admin(choose_server(args)) as server:
             source = source_of(args) if args.config is not None else server.settings_source()
             if source is None:
-                raise UserError("a program gave this server its settings: name the new ones with --config")
+                raise UserError(
+                    "a program gave this server its settings: name the new ones with --config; or it has several "
+                    "models: `pipeline restart --set models.NAME.KEY=VALUE` replaces it while streams go on"
+                )
             # Options win over sets, and later ones over earlier ones.
             sets = [] if args.config is not None else [(f"--set {text}", text) for text in args.set]
             source = msgspec.structs.replace(source, options=[*source.options, *sets])

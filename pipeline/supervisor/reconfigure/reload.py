@@ -69,6 +69,7 @@ class Reloads:
         self.source = run_mode.source
         """Where the settings came from; None if a program gave them."""
         self._is_debugged = run_mode.is_debugged
+        self._is_one_of_several = run_mode.model is not None
         self._resources = resources
         self._state = state
         self._table = table
@@ -83,6 +84,10 @@ class Reloads:
         """Change the settings, add and remove processes, and restart the stages that use them, one process after the
         other. If one of them can't be started, the settings stay as they were, except the numbers of processes that
         have changed before."""
+        if self._is_one_of_several:
+            how = "`pipeline restart --set models.NAME.KEY=VALUE` replaces the whole server while streams go on"
+            done([], f"a server of several models can't be reloaded: {how}", "")
+            return
         before = self._resources.settings
         changed = changes(before, settings)
         if any(one.refusal for one in changed):

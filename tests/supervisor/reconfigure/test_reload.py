@@ -153,6 +153,13 @@ def test_a_server_that_starts_or_ends_changes_nothing(bench: Bench, field: str) 
     assert bench.settings == Settings() and not bench.steps
 
 
+@pytest.mark.parametrize("bench", [RunMode(model=SimpleNamespace())], indirect=True)  # type: ignore[arg-type]
+def test_one_of_several_models_says_what_to_do_instead(bench: Bench) -> None:
+    bench.ask(with_policy(Settings()))
+    assert "pipeline restart --set models.NAME.KEY=VALUE" in bench.answers[0][1]
+    assert bench.settings == Settings() and not bench.steps
+
+
 @pytest.mark.parametrize("bench", [RunMode(inline=True)], indirect=True)
 def test_the_number_of_processes_is_fixed_while_stages_are_debugged(bench: Bench) -> None:
     bench.ask(with_ingests(Settings(), 2))
