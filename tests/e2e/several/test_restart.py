@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline import Client, SamplingParams
 from tests.e2e.server import Server
-from tests.e2e.several.asking import GREEDY, ask, completion, states
+from tests.e2e.several.asking import GREEDY, ask, states
 from tests.e2e.several.conftest import config
 
 
@@ -20,34 +20,34 @@ def pipeline(server: Server, *command: str) -> "subprocess.CompletedProcess[str]
     )
 
 
+def stream(server: Server, model: str) -> str:
+    """The text of a reply."""
+    body = {"model": model, "prompt": "Hello", "max_tokens": 60, "stream": True} | GREEDY
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    text = ""
+    with urllib.request.urlopen(request, timeout=100) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
 def test_streams_of_all_models_go_on_and_one_gets_other_settings(folders: Path) -> None:
     with Server(config=config(folders, "restart")) as server:
-        expected = completion(server, "chat", 300)["choices"][0]["text"]
-        body = {"model": "chat", "prompt": "Hello", "max_tokens": 300, "stream": True} | GREEDY
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        texts: list[str] = []
-        begun = threading.Event()
-
-        def read() -> None:
-            with urllib.request.urlopen(request, timeout=100) as response:
-                text = ""
-                for line in response:
-                    if line.startswith(b"data: {"):
-                        text += json.loads(line[6:])["choices"][0]["text"]
-                        begun.set()
-                texts.append(text)
-
-        reading = threading.Thread(target=read)
-        reading.start()
-        begun.wait(60)
-        done = pipeline(server, "restart", "--set", 'models.other.aliases=["new-name"]')
-        assert done.returncode == 0, done.stderr
-        reading.join(60)
-        assert texts == [expected]
+        expected = stream(server, "chat")
+        done: list[subprocess.CompletedProcess[str]] = []
+        option = 'models.other.aliases=["new-name"]'
+        restarting = threading.Thread(target=lambda: done.append(pipeline(server, "restart", "--set", option)))
+        restarting.start()
+        while not done:
+            for model in ("chat", "other"):
+                assert stream(server, model) == expected
+        restarting.join()
+        assert done[0].returncode == 0, done[0].stderr
         assert states(server) == {"chat": "loaded", "other": "loaded", "vectors": "loaded"}
-        assert completion(server, "new-name")["model"] in ("new-name", "other")
+        assert stream(server, "new-name") == expected
         with Client(server.zmq) as client:
             (*_, last) = client.generate("Hello", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
             assert last.finish_reason == "length"
