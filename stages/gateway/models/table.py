@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.25
 """A model is reported idle this long after its last request, so that steady traffic reports nothing."""
+ASK_AGAIN_S = 5.0
+"""How soon a model is asked for again that is neither loaded nor in the queue."""
 TAG = ":latest"
 """What Ollama's clients append to names."""
 
@@ -271,7 +273,11 @@ class ModelTable:
             if status.state in ("unloaded", "failed") and not status.position and asked_s != status.since_s:
                 asked_s = status.since_s
                 self._send(LoadModel(model.name))
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(ASK_AGAIN_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                asked_s = -1.0
         assert model.gateway is not None
         return model.gateway
 

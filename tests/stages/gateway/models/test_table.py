@@ -18,6 +18,7 @@ from pipeline.http_server.request_turns import NUM_REQUESTS
 from pipeline.runtime.messages.models import RETRY_S, FromSharedGateway, LoadModel, ModelActivity, Models, ModelStatus
 from pipeline.runtime.security.api_keys import ApiKey, Keys
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.models import table as table_module
 from pipeline.stages.gateway.models.table import IDLE_S, ModelTable
 
 CHAT = ModelStatus(name="chat", aliases=("GPT",), adapters=("sql",))
@@ -95,6 +96,18 @@ async def test_a_model_that_has_failed_is_tried_again_after_a_while_only() -> No
     found.update(Models([msgspec.structs.replace(failed, since_s=time.time() + 1)]))
     with pytest.raises(ApiError, match="no file"):
         await waiting
+
+
+async def test_a_model_is_asked_for_again_if_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor does nothing if it thinks that the model has just failed: its clock is another one."""
+    monkeypatch.setattr(table_module, "ASK_AGAIN_S", 0.01)
+    found, sent = table(CHAT)
+    waiting = asyncio.create_task(found.until_loaded(found.find("chat")))
+    async with asyncio.timeout(10):
+        while len(sent) < 3:
+            await asyncio.sleep(0)
+    found.add("chat", served := gateway())
+    assert await waiting is served and set(sent) == {LoadModel("chat")}
 
 
 async def test_nothing_waits_for_a_server_that_ends() -> None:
