@@ -259,7 +259,7 @@ def test_every_stage_answers_a_count_outside_of_its_own_loop(tmp_path: Any) -> N
         assert counts.num_received == 3, "Start, Ping, Count"
         edges = {edge.to: edge for edge in counts.edges}
         assert edges["supervisor.0"].num_sent == 2, "Ready, Pong"
-        assert set(edges) == {"supervisor.0", "execute.0", "detokenize.0", "ingest.0"}
+        assert set(edges) == {"supervisor.0", "execute.0", "detokenize.0", "ingest.0", "gateway.0"}
 
 
 def test_a_server_is_found_by_its_admin_socket(bench: Bench) -> None:
