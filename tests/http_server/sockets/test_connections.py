@@ -101,7 +101,7 @@ def test_every_sequence_can_have_a_connection_if_the_system_allows_it(monkeypatc
 
 
 def test_kept_and_silent_connections_end_when_others_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.stages.gateway.stage.limit_of", lambda *_: 4)
+    monkeypatch.setattr("pipeline.stages.gateway.http.applications.limit_of", lambda *_: 4)
     with Gate(tmp_path) as gate, ExitStack() as stack:
         response = gate.post(CHAT)
         submit = gate.begin()  # a busy connection
