@@ -1,8 +1,8 @@
 """What the supervisor and the gateway of several models send each other, over a socket of packets that carries
 descriptors too: a stage of the gateway begins with those of its `Launch`.
 
-    supervisor ──StartStage, DropStage, Models──► gateway
-    supervisor ◄──LoadModel, UnloadModel, KeepModel, ModelActivity── gateway
+    supervisor ──StartStage, DropStage, Models, ReleaseModel──► gateway
+    supervisor ◄──LoadModel, UnloadModel, KeepModel, ModelActivity, ModelReleased── gateway
 """
 
 from typing import Literal
@@ -79,6 +79,13 @@ class StopProcess(msgspec.Struct, frozen=True, tag="stop_process"):
     """All stages have ended: end the process."""
 
 
+class ReleaseModel(msgspec.Struct, frozen=True, tag="release"):
+    """A model is to be unloaded because it is idle: open no request of it any more, unless one is open. Answered with
+    `ModelReleased`."""
+
+    name: str
+
+
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
     """A client wants a model."""
 
@@ -108,5 +115,12 @@ class ModelActivity(msgspec.Struct, frozen=True, tag="activity"):
     is_busy: bool
 
 
-ToSharedGateway = StartStage | DropStage | Models | StopProcess
-FromSharedGateway = LoadModel | UnloadModel | KeepModel | ModelActivity
+class ModelReleased(msgspec.Struct, frozen=True, tag="released"):
+    """The answer to `ReleaseModel`. If the model is idle, its requests wait from now on until it is loaded again."""
+
+    name: str
+    is_idle: bool
+
+
+ToSharedGateway = StartStage | DropStage | Models | StopProcess | ReleaseModel
+FromSharedGateway = LoadModel | UnloadModel | KeepModel | ModelActivity | ModelReleased

@@ -26,6 +26,7 @@ from pipeline.runtime.messages.models import (
     KeepModel,
     LoadModel,
     ModelActivity,
+    ModelReleased,
     Models,
     ModelState,
     ModelStatus,
@@ -86,7 +87,7 @@ class ModelManager:
             self.memory_bytes,
             server.shared.swap_quantum_s,
             self._load,
-            self._unload,
+            self._release,
             self._does_not_fit,
             log,
         )
@@ -188,7 +189,7 @@ class ModelManager:
         self._log.error(f"gateway.0 died: {reason}")
         self._gateway.ensure_alive()
         for one in self._models.values():  # its streams have ended with it
-            one.is_busy, one.idle_since_s = False, time.monotonic()
+            one.is_busy, one.is_release_asked, one.idle_since_s = False, False, time.monotonic()
         return 0
 
     def close(self) -> None:
@@ -222,11 +223,21 @@ class ModelManager:
                 model.is_busy, model.idle_since_s = is_busy, time.monotonic()
                 if is_busy and model.is_asleep:
                     self._want(model)
+            case ModelReleased(_, is_idle):
+                model.is_release_asked = False
+                if is_idle:
+                    self._unload(model)
 
     def _want(self, model: ManagedModel) -> None:
         has_stages = model.state in ("loading", "loaded") and not model.is_asleep
         if not self._is_ending and not has_stages and model.name not in self._at_start:
             self._waiting.want(model)
+
+    def _release(self, model: ManagedModel) -> None:
+        """Unload a model that is idle, unless a request has come meanwhile."""
+        if model.state == "loaded" and not model.is_release_asked:
+            model.is_release_asked = True
+            self._gateway.release(model.name)
 
     def _unload(self, model: ManagedModel, drain: m.Drain | None = None) -> None:
         if model.thread is not None and model.state in ("loading", "loaded"):
@@ -243,7 +254,8 @@ class ModelManager:
         return [
             one
             for one in self._models.values()
-            if one.state == "loaded" and one.keep_s and not one.is_busy and not one.settings.pinned
+            if one.state == "loaded" and one.keep_s
+            if not (one.is_busy or one.is_release_asked or one.settings.pinned)
         ]
 
     # ----------------------------------------------------------------------------------------------------- placement
@@ -253,7 +265,7 @@ class ModelManager:
         now_s = time.monotonic()
         for one in self._idle():
             if now_s >= one.idle_since_s + one.keep_s:
-                self._unload(one)
+                self._release(one)
         if not self._starting and self._at_start:
             self._starting = self._at_start.pop(0)
             self._load(self._models[self._starting])
@@ -334,7 +346,7 @@ class ModelManager:
         assert model.thread is not None
         model.thread.join()
         model.thread = None
-        model.is_busy, model.turn = False, "awake"
+        model.turn = "awake"
         self._begun(model)
         was_asked = model.state == "unloading"
         if code == EXIT_NO_ROOM:

@@ -64,6 +64,8 @@ class ManagedModel(msgspec.Struct, eq=False):
     """How long it stays without a request; 0 for ever."""
     failed_s: float = 0.0
     """When it failed, by time.monotonic()."""
+    is_release_asked: bool = False
+    """The gateway was asked whether it is idle, so that it may be unloaded."""
     is_wanted: bool = False
     """By a client, since it was loaded last."""
     thread: "ModelThread | None" = None

@@ -21,6 +21,7 @@ from pipeline.runtime.messages.models import (
     DropStage,
     FromSharedGateway,
     Models,
+    ReleaseModel,
     StartStage,
     StopProcess,
     ToSharedGateway,
@@ -150,6 +151,13 @@ class SharedGateway:
         with self._lock:
             if self.is_alive:
                 self._send(DropStage(number))
+
+    def release(self, name: str) -> None:
+        """Ask whether a model is idle, and have its requests wait from then on. Without a process, there is no answer,
+        and the next one does not know that it was asked."""
+        with self._lock:
+            if self.is_alive:
+                self._send(ReleaseModel(name))
 
     def receive(self) -> list[FromSharedGateway]:
         """What has arrived."""

@@ -34,6 +34,7 @@ from pipeline.runtime.messages.models import (
     MAX_PACKET_BYTES,
     DropStage,
     Models,
+    ReleaseModel,
     StartStage,
     StopProcess,
     ToSharedGateway,
@@ -211,6 +212,8 @@ class ModelGateways:
                         self._may_listen.set()
                     if models.has_successor and self._leaving is None:
                         self._leaving = asyncio.create_task(self._leave_sockets())
+                case ReleaseModel(name):
+                    self._table.release(name)
                 case StopProcess():
                     self._stop()
 

@@ -19,6 +19,7 @@ from pipeline.runtime.messages.models import (
     KeepModel,
     LoadModel,
     ModelActivity,
+    ModelReleased,
     Models,
     ModelState,
     ModelStatus,
@@ -57,6 +58,8 @@ class ModelEntry:
         """Requests that are open, or wait until it is loaded."""
         self.is_busy = False
         """As the supervisor knows it."""
+        self.is_released = False
+        """It is about to be unloaded: its requests wait until it is loaded again."""
 
     @property
     def name(self) -> str:
@@ -65,7 +68,7 @@ class ModelEntry:
     @property
     def serves(self) -> bool:
         """Whether its stage takes requests."""
-        return self.gateway is not None and self.gateway.readiness.status == "ok"
+        return self.gateway is not None and not self.is_released and self.gateway.readiness.status == "ok"
 
     @property
     def state(self) -> ModelState:
@@ -112,6 +115,7 @@ class ModelTable:
         for status in message.models:
             model = self._models.setdefault(status.name, ModelEntry(status))
             model.status = status
+            model.is_released &= status.state in ("loaded", "sleeping", "unloading")
         self.is_ready, self.is_ending = message.is_ready, message.is_ending
         self.changed()
 
@@ -231,6 +235,15 @@ class ModelTable:
         if not model.num_open and model.is_busy:
             model.is_busy = False
             self._send(ModelActivity(model.name, False))
+
+    def release(self, name: str) -> None:
+        """The supervisor wants to unload an idle model. A request may have come since it was reported idle."""
+        model = self._models[name]
+        model.is_released = not model.num_open
+        if model.num_open:
+            model.is_busy = True
+            self._send(ModelActivity(name, True))
+        self._send(ModelReleased(name, model.is_released))
 
     def keep(self, model: ModelEntry, idle_s: float) -> None:
         """A client says how long the model stays without a request; below 0 for ever."""

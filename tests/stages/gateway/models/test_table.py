@@ -15,7 +15,15 @@ from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.access import guard
 from pipeline.http_server.access.key_accounts import KeyAccounts
 from pipeline.http_server.request_turns import NUM_REQUESTS
-from pipeline.runtime.messages.models import RETRY_S, FromSharedGateway, LoadModel, ModelActivity, Models, ModelStatus
+from pipeline.runtime.messages.models import (
+    RETRY_S,
+    FromSharedGateway,
+    LoadModel,
+    ModelActivity,
+    ModelReleased,
+    Models,
+    ModelStatus,
+)
 from pipeline.runtime.security.api_keys import ApiKey, Keys
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models import table as table_module
@@ -244,3 +252,36 @@ async def test_a_request_does_not_wait_longer_than_it_may_take(settings_s: float
     with pytest.raises(ApiError, match=r"timed out after 0\.01 s") as raised:
         await found.until_loaded(found.find("chat", scope=scope), 0, scope, left_s)
     assert raised.value.status == 504
+
+
+async def test_an_idle_model_is_released_and_its_requests_wait_until_it_is_loaded_again() -> None:
+    loaded = msgspec.structs.replace(CHAT, state="loaded", since_s=1.0)
+    found, sent = table(loaded)
+    found.add("chat", leaving := gateway())
+    model = found.find("chat")
+    found.release("chat")
+    assert sent == [ModelReleased("chat", is_idle=True)]
+    assert (model.serves, model.state) == (False, "loaded")
+    with found.use(model):
+        waiting = asyncio.create_task(found.until_loaded(model))
+        await turn()
+        assert not waiting.done() and sent[1:] == [ModelActivity("chat", True)]
+        found.update(Models([msgspec.structs.replace(CHAT, state="unloading", since_s=2.0)]))
+        await turn()
+        assert not waiting.done(), "the stage does not know yet that it drains"
+        found.remove("chat", leaving)
+        found.update(Models([msgspec.structs.replace(CHAT, since_s=3.0)]))
+        await turn()
+        assert sent[2:] == [LoadModel("chat")]
+        found.add("chat", successor := gateway())
+        assert await waiting is successor
+
+
+async def test_a_model_with_an_open_request_is_not_released_whatever_the_supervisor_has_heard() -> None:
+    found, sent = table(msgspec.structs.replace(CHAT, state="loaded"))
+    found.add("chat", gateway())
+    model = found.find("chat")
+    with found.use(model):
+        found.release("chat")
+        assert model.serves
+    assert sent == [ModelActivity("chat", True)] * 2 + [ModelReleased("chat", is_idle=False)]
