@@ -19,7 +19,7 @@ from tests.e2e.server import Server
 from tests.stages.execute.recurrent_models import VARIANTS, make
 from tests.stages.prepare.checkpoints import save_folder
 
-MAX_TOKENS = 80
+MAX_TOKENS = 40
 EVENTS = 60
 """Of all streams before the kill."""
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -1,5 +1,6 @@
 """What tests ask a server of several models."""
 
+import io
 import json
 import time
 import urllib.error
@@ -15,18 +16,24 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 def ask(server: Server, path: str, body: dict[str, Any] | None = None, key: str = "") -> Any:
-    """The answer to a GET, or to a POST with a body."""
+    """The answer to a GET, or to a POST with a body. Raises HTTPError, which shows what was answered."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{server.url}{path}", data, headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.loads(response.read())
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        answer = error.read()
+        error.fp = io.BytesIO(answer)
+        error.add_note(answer.decode())
+        raise
 
 
 def error_of(server: Server, path: str, body: dict[str, Any], key: str = "") -> tuple[int, Any]:
     with pytest.raises(urllib.error.HTTPError) as raised:
         ask(server, path, body, key)
-    return raised.value.code, json.loads(raised.value.read())
+    return raised.value.code, json.loads(raised.value.fp.read())
 
 
 def completion(server: Server, model: str, num: int = 8, **fields: Any) -> Any:

@@ -19,21 +19,22 @@ from tests.e2e.several.asking import completion, statuses, until
 from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
 NAMES = ("one", "two", "three")
-NUM_TOKENS = 3000
+NUM_TOKENS = 700
+"""They take several times `QUANTUM_S`."""
 PROMPTS = [f"Hello number {index} of many" for index in range(4)]
-QUANTUM_S = 0.5
+QUANTUM_S = 0.1
 RECOMPUTED = "pipeline_schedule_recomputed_prompt_tokens_total"
 
 
 @pytest.fixture(scope="module")
 def server(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of three models with room for one that is awake and two that sleep: 832 MiB and 2 * 320 MiB."""
-    tables = f'[execute]\nswap_dir = "{tmp_path_factory.mktemp("swap")}"\nkv_cache_bytes = "512MiB"\nnum_threads = 1\n'
+    """A server of three models with room for one that is awake and two that sleep: 704 MiB and 2 * 320 MiB."""
+    tables = f'[execute]\nswap_dir = "{tmp_path_factory.mktemp("swap")}"\nkv_cache_bytes = "384MiB"\nnum_threads = 1\n'
     for index, name in enumerate(NAMES):
-        save_folder(folders / name, tiny_llama(num_hidden_layers=2 + index, max_position_embeddings=4096))
+        save_folder(folders / name, tiny_llama(num_hidden_layers=2 + index, max_position_embeddings=1024))
         tables += f'[models.{name}]\nmodel = "{folders}/{name}"\nload_at_start = false\n'
     path = folders / "turns.toml"
-    top = f'cache_dir = "{folders}/cache"\nmemory_bytes = "1500MiB"\nswap_quantum_s = {QUANTUM_S}\n'
+    top = f'cache_dir = "{folders}/cache"\nmemory_bytes = "1400MiB"\nswap_quantum_s = {QUANTUM_S}\n'
     path.write_text(f"{top}[supervisor]\nmax_restarts = 1000\n{tables}")
     with Server(config=path) as server:
         server.wait_for_line("ready on http", 60)
@@ -50,7 +51,8 @@ def text_of(server: Server, name: str, seed: int) -> str:
 @pytest.fixture(scope="module")
 def alone(server: Server) -> dict[str, list[str]]:
     """The texts of each model, served alone."""
-    return {name: [text_of(server, name, seed) for seed in range(4)] for name in NAMES}
+    with ThreadPoolExecutor(4) as pool:
+        return {name: list(pool.map(lambda seed, name=name: text_of(server, name, seed), range(4))) for name in NAMES}
 
 
 def metrics(server: Server, name: str) -> dict[str, float]:
@@ -69,7 +71,7 @@ def run(server: Server) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
             status = statuses(server)
             recomputed = metrics(server, RECOMPUTED)
             seen.append({name: one | {"recomputed": recomputed.get(name, 0.0)} for name, one in status.items()})
-            time.sleep(0.02)
+            time.sleep(0.05)
         return {name: [one.result() for one in texts] for name, texts in found.items()}, seen
 
 

@@ -10,6 +10,7 @@ from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.stored_matrix import Format
 from tests.kernels.cpu import recording
+from tests.kernels.cpu.compile import library_of
 from tests.kernels.cpu.samplers import EMULATED
 
 
@@ -17,7 +18,8 @@ from tests.kernels.cpu.samplers import EMULATED
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The whole library, from the user's cache or compiled into it."""
     isa = request.param
-    return native_library.load(build(EMULATED.get(isa, isa), print, emulate=isa in EMULATED))
+    path = build(EMULATED[isa], print, emulate=True) if isa in EMULATED else library_of(isa)
+    return native_library.load(path)
 
 
 @pytest.fixture

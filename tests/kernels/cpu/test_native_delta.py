@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu import native, native_library
-from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference
 from pipeline.kernels.delta_shape import DeltaShape
+from tests.kernels.cpu.compile import library_of
 from tests.kernels.cpu.quantized import random
 from tests.kernels.cpu.recording import Recording, assert_groups, assert_kept, recording
 from tests.kernels.random_delta import (
@@ -144,7 +144,7 @@ def test_instruction_sets_compute_the_same_bits() -> None:
     for isa in available():
         if isa == "portable":
             continue
-        with recording(native_library.load(build(isa, print))) as r:
+        with recording(native_library.load(library_of(isa))) as r:
             layer = Layer(r, vectors, options)
             made: list[np.ndarray] = []
             for steps in whole_steps(ROWS):

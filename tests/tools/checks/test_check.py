@@ -148,11 +148,14 @@ def test_the_output_and_the_exit_code_of_a_step_beside_others_are_reported(
 def test_libraries_are_compiled_beside_the_steps_before_the_tests(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PIPELINE_ALL_CASES", raising=False)
     run = Run(check, monkeypatch)
     assert run.num_compiling == 1 and run.awaited_after == run.commands[: run.commands.index("servers")]
     assert Run(check, monkeypatch, "servers").awaited_after == []
     for words in (["shared"], ["format", "lint", "types"], ["--isa", "avx2"]):
         assert Run(check, monkeypatch, *words).num_compiling == 0
+    monkeypatch.setenv("PIPELINE_ALL_CASES", "1")
+    assert Run(check, monkeypatch, "tests").num_compiling == 1, "the nightly needs optimized ones"
     assert (ROOT / check.COMPILE[1].replace(".", "/")).with_suffix(".py").exists()
 
 

@@ -11,6 +11,7 @@ from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.compiler import find_compiler
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.peaks import SOURCE as PEAKS
+from tests.kernels.cpu.compile import library_of
 from tests.slices import ALL_CASES
 from tools.check_aarch64.__main__ import toolchains
 from tools.check_aarch64.builds import CheckError, Toolchain
@@ -34,7 +35,7 @@ def test_threads_do_not_change_a_step(isa: Isa, native: Toolchain, driver: Path,
     """The driver also checks by itself that chunks change no logits, that sampled ids are allowed, and so on.
 
     Three of its ten models by default; PIPELINE_ALL_CASES=1 and `python -m tools.check_aarch64` compute all."""
-    library, every = build(isa, print), 1 if ALL_CASES else 4
+    library, every = library_of(isa), 1 if ALL_CASES else 4
     one, two = (native.run(driver, library, threads, tmp_path / f"{threads}", every) for threads in (1, 2))
     assert differences(one, two) == []
     arrays = dict(read(one))
