@@ -11,6 +11,7 @@ from pipeline.kernels.cpu import build, compiler
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.library_file import load as load_library
 from pipeline.kernels.sampling.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors
+from tests.slices import ALL_CASES
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
 EMULATED: dict[str, Isa] = {f"emulated_{isa}": isa for isa in compiler.EMULATED if isa not in available()}
@@ -20,7 +21,9 @@ CANARY = 0xA5
 
 
 def load(isa: Any, root: Path) -> ctypes.CDLL:
-    library = build.build(EMULATED.get(isa, isa), print, ENTRY, cache_root=root, emulate=isa in EMULATED)
+    emulate = isa in EMULATED
+    quick = not (ALL_CASES or emulate or isa == ISAS[0])  # as compile.py beside this
+    library = build.build(EMULATED.get(isa, isa), print, ENTRY, cache_root=root, emulate=emulate, quick=quick)
     assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
     return load_library(library)
 

@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,10 @@ class Managed:
         self.released: list[str] = []
         self.stopped: list[str] = []
         self.manager._gateway.release = self.released.append
-        self.chat = self.manager._models["chat"]
+        self.chat: Any = self.manager._models["chat"]
         self.chat.state, self.chat.num_bytes = "loaded", 500 * 1024**2
-        self.chat.thread = SimpleNamespace(is_asleep=False, stop=lambda: self.stopped.append("chat"))
+        stop = partial(self.stopped.append, "chat")
+        self.chat.thread = SimpleNamespace(is_asleep=False, stop=stop, join=lambda: None)
         self.manager._models["other"].num_bytes = 500 * 1024**2
 
     def close(self) -> None:
@@ -77,6 +79,5 @@ def test_requests_that_waited_while_their_model_was_unloaded_keep_it_busy(manage
     manager = managed.manager
     manager._handle(ModelReleased("chat", is_idle=True))
     manager._handle(ModelActivity("chat", is_busy=True))
-    managed.chat.thread.join = lambda: None
     manager._ended(managed.chat, 0)
     assert managed.chat.state == "unloaded" and managed.chat.is_busy
