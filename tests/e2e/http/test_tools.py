@@ -111,7 +111,7 @@ def test_a_call_that_nothing_requires_is_parsed_also_in_a_stream(client: OpenAI)
 def test_tools_are_part_of_the_prompt_unless_none_may_be_called(client: OpenAI) -> None:
     one = ASK | {"max_tokens": 1}
     sizes = [
-        client.chat.completions.create(**one | more).usage.prompt_tokens  # type: ignore[union-attr]
+        client.chat.completions.create(**one | more).usage.prompt_tokens
         for more in ({}, {"tool_choice": "none"}, {"tools": []})
     ]
     assert sizes[0] > sizes[1] + 100 and sizes[1] == sizes[2]

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,11 +25,11 @@ class Managed:
         shared = Settings(memory_bytes=600 * 1024**2)
         models = {name: Settings(load_at_start=False) for name in ("chat", "other")}
         server, log = ServerSettings(shared, models), logging.getLogger("pipeline")
-        self.manager: Any = ModelManager(server, [self._listener], [], SharedKeys(None), RunMode(), log)
+        self.manager = cast(Any, ModelManager(server, [self._listener], [], SharedKeys(None), RunMode(), log))
         self.released: list[str] = []
         self.stopped: list[str] = []
         self.manager._gateway.release = self.released.append
-        self.chat: Any = self.manager._models["chat"]
+        self.chat = self.manager._models["chat"]
         self.chat.state, self.chat.num_bytes = "loaded", 500 * 1024**2
         stop = partial(self.stopped.append, "chat")
         self.chat.thread = SimpleNamespace(is_asleep=False, stop=stop, join=lambda: None)

@@ -155,7 +155,7 @@ def test_json_mode_returns_an_object(chat: ChatOpenAI) -> None:
 def test_an_error_has_openai_s_shape(chat: ChatOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_k") as error:
         chat.bind(extra_body={"top_k": -7}).invoke(QUESTION)
-    assert error.value.body["param"] == "top_k"  # type: ignore[index]
+    assert error.value.body["param"] == "top_k"
 
 
 # ------------------------------------------------------------------------------------------------------- embeddings
@@ -229,4 +229,4 @@ def test_ids_of_another_vocabulary_are_rejected_if_out_of_range(url: str, model:
     )
     with pytest.raises(openai.BadRequestError, match="99000") as error:
         embeddings.embed_documents(TEXTS)
-    assert str(error.value.body["param"]).startswith("input")  # type: ignore[index]
+    assert str(error.value.body["param"]).startswith("input")
