@@ -347,6 +347,8 @@ class SharedResources:
         if name not in self.saved_kv_fds:
             folder, what = self.settings.execute.swap_dir, f"saved-kv-{name}"
             self.saved_kv_fds[name] = nameless_file(Path(folder)) if folder else segment.create_sparse(what, 0)
+        elif not self.has_saved_kv:
+            os.ftruncate(self.saved_kv_fds[name], 0)  # an executor that died while it saved has left a part
         return self.saved_kv_fds[name]
 
     def _incarnations_for(self, name: str) -> dict[str, int]:
