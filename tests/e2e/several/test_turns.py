@@ -19,10 +19,10 @@ from tests.e2e.several.asking import completion, statuses, until
 from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
 NAMES = ("one", "two", "three")
-NUM_TOKENS = 700
+NUM_TOKENS = 500
 """They take several times `QUANTUM_S`."""
 PROMPTS = [f"Hello number {index} of many" for index in range(4)]
-QUANTUM_S = 0.1
+QUANTUM_S = 0.15
 RECOMPUTED = "pipeline_schedule_recomputed_prompt_tokens_total"
 
 
