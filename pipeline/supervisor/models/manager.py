@@ -82,15 +82,8 @@ class ModelManager:
         self._models = {
             name: ManagedModel(name, one, num_bytes=0, keep_s=one.idle_unload_s) for name, one in server.models.items()
         }
-        self._waiting = WaitingModels(
-            self._models,
-            self.memory_bytes,
-            server.shared.swap_quantum_s,
-            self._load,
-            self._release,
-            self._does_not_fit,
-            log,
-        )
+        how = self._load, self._release, self._does_not_fit, log
+        self._waiting = WaitingModels(self._models, self.memory_bytes, server.shared.swap_quantum_s, *how)
         self._at_start = [name for name, one in server.models.items() if one.load_at_start]
         """Those that are not begun yet, one after the other: the order decides which fit."""
         self._starting = ""

@@ -3,7 +3,6 @@
 import logging
 import socket
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,13 +24,14 @@ class Managed:
         shared = Settings(memory_bytes=600 * 1024**2)
         models = {name: Settings(load_at_start=False) for name in ("chat", "other")}
         server, log = ServerSettings(shared, models), logging.getLogger("pipeline")
-        self.manager = cast(Any, ModelManager(server, [self._listener], [], SharedKeys(None), RunMode(), log))
+        made = ModelManager(server, [self._listener], [], SharedKeys(None), RunMode(), log, None, cast(Any, None))
+        self.manager = cast(Any, made)
         self.released: list[str] = []
         self.stopped: list[str] = []
         self.manager._gateway.release = self.released.append
         self.chat = self.manager._models["chat"]
         self.chat.state, self.chat.num_bytes = "loaded", 500 * 1024**2
-        stop = partial(self.stopped.append, "chat")
+        stop = lambda *_: self.stopped.append("chat")  # noqa: E731
         self.chat.thread = SimpleNamespace(is_asleep=False, stop=stop, join=lambda: None)
         self.manager._models["other"].num_bytes = 500 * 1024**2
 
