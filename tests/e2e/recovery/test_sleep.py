@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.e2e.recovery.test_recovery import RESTARTED, assert_same, kill, pids
-from tests.e2e.recovery.test_swap import complete, counted, sets
+from tests.e2e.recovery.test_swap import NUM_TRIES, complete, counted, sets
 from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
 
@@ -139,11 +139,18 @@ def test_no_client_notices_a_death_while_the_server_falls_asleep_sleeps_or_wakes
     server: Server, undisturbed: dict[str, Any], kills: list[tuple[str, str]]
 ) -> None:
     def nap(stage: str, phase: str) -> None:
-        name = f"{stage}.0"
+        assert any(has_killed(stage, phase) for _ in range(NUM_TRIES)), "it fell asleep before it could be killed"
+
+    def has_killed(stage: str, phase: str) -> bool:
+        """Sleep and wake, and kill a stage in this phase. False if it had left before."""
+        name, is_killed = f"{stage}.0", True
         falling = threading.Thread(target=sleep, args=(server,))
         falling.start()
         if phase == "falling asleep":
-            kill(pids(server)[name])
+            try:
+                kill(pids(server)[name])
+            except psutil.NoSuchProcess:
+                is_killed = False  # who does not wake the server would wait for its streams
         falling.join()
         if phase == "asleep":
             kill(pids(server)[name])
@@ -154,6 +161,7 @@ def test_no_client_notices_a_death_while_the_server_falls_asleep_sleeps_or_wakes
             with suppress(psutil.NoSuchProcess):
                 kill(states[name]["pid"])
         waking.join()
+        return is_killed
 
     moments = MOMENTS if len(kills) > 1 else (60,)
     received = run_and(server, {moment: partial(nap, *one) for moment, one in zip(moments, kills, strict=False)})
