@@ -178,7 +178,12 @@ async def _level(
             prompt = words.prompt(workload.seed, seed, *lengths)
         else:
             prompt = prompt_of(workload.task, f"{workload.seed}/{seed}")
-        return await client.generate(prompt, options | {"max_tokens": max(1, round(part * workload.output_tokens))})
+        length = {"max_tokens": max(1, round(part * workload.output_tokens))}
+        if workload.ignore_eos and not workload.beam_width:
+            # Else a model that wants to end goes on with special tokens, which have no text: their chunks are missing,
+            # and the gaps beside them count as long ones. llama.cpp's server never samples them with `ignore_eos`.
+            length["min_tokens"] = length["max_tokens"]
+        return await client.generate(prompt, options | length)
 
     async def generate_warmup(name: str, part: float) -> RequestResult:
         result = await generate(name, part)

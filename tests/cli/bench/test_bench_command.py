@@ -47,6 +47,8 @@ def test_a_number_of_requests_is_sent_and_measured(capsys: pytest.CaptureFixture
     streamed = [body for body in server.bodies if body.get("stream")]
     assert len(streamed) == (9 + 1) + (9 + 4)
     assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in streamed)
+    # Tokens that end a reply have no text, so a chunk less would be counted for each of them.
+    assert all(body["min_tokens"] == body["max_tokens"] for body in streamed)
     assert len({body["messages"][0]["content"] for body in streamed}) == len(streamed)
 
 
@@ -217,7 +219,7 @@ def test_the_api_key_and_the_model_are_sent(capsys: pytest.CaptureFixture[str]) 
         )
     assert (code, report["model"]) == (0, "mine")
     assert {body["model"] for body in server.bodies} == {"mine"}
-    assert not any("ignore_eos" in body for body in server.bodies)
+    assert not any("ignore_eos" in body or "min_tokens" in body for body in server.bodies)
 
 
 def test_requests_take_adapters_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
