@@ -132,17 +132,18 @@ INLINE vu load_codes(const uint8_t* codes, int step) {
 
 // Adds the dot products of one group, for R rows and P panels, to int32: exact on every ISA. Times 16 if TIMES_16. For
 // codes of 4 bits.
-//
-// Whether several rows are done like this, too. At AVX-512 two panels of six rows fit into registers, while elsewhere
-// unpacking takes too long.
-constexpr bool IN_TWO_PASSES = LANES == 16;
-
 template <int R, int P, bool TIMES_16 = false>
 INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {
     // Nibbles times 16 are bytes, for which only AVX-512 has an instruction that doesn't overflow.
     constexpr bool SHIFT_WEIGHTS = TIMES_16 && ADDS_BYTES;
-    vi acc[R][P][VECTORS] = {};
+    // Sums of their own would take registers.
+    constexpr bool ADDS_TO_DOTS = !SUMS_ARE_PAIRS && TIMES_16 == SHIFT_WEIGHTS;
+    vi acc[R][P][VECTORS];
+    IN_REGISTERS
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) acc[r][p][v] = ADDS_TO_DOTS ? dots[r][p][v] : vi{};
     for (int j = 0; j < 4; j++) {
         for (int half = 0; half < 2; half++) {
             vu weights[P][VECTORS];
@@ -159,66 +160,72 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_
             }
         }
     }
+    IN_REGISTERS
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
-                const vi sums = finish_nibbles(acc[r][p][v]);
-                dots[r][p][v] += TIMES_16 && !SHIFT_WEIGHTS ? sums << 4 : sums;
+                if constexpr (ADDS_TO_DOTS) {
+                    dots[r][p][v] = acc[r][p][v];
+                } else {
+                    const vi sums = finish_nibbles(acc[r][p][v]);
+                    dots[r][p][v] += TIMES_16 ? sums << 4 : sums;
+                }
             }
 }
 
-// The dot products of one group, for R rows and N vectors of outputs, to int32: exact on every ISA. `weights(n, step)` are
-// codes of BITS bits. 6-bit codes have factors for both halves of the group, twice as 16 bits in a lane.
-template <int BITS, ActivationForm A, int R, int N, class Weights>
-INLINE void dot_codes(const int8_t* const (&codes)[R], const Weights& weights, const vi (&factors)[N][2],
-                      vi (&dots)[R][N]) {
-    typedef int16_t words __attribute__((vector_size(4 * LANES)));
+// Adds the dot products of STEPS steps of a group, of the eight that it has, for R rows and N vectors of outputs, to int32:
+// exact on every ISA. `weights(n, step)` are codes of BITS bits.
+template <int BITS, ActivationForm A, int FIRST, int STEPS, int R, int N, class Weights>
+INLINE void add_dots(const int8_t* const (&codes)[R], const Weights& weights, vi (&dots)[R][N]) {
     constexpr bool SPLIT = A == ActivationForm::SPLIT;
-    constexpr int SHIFT = SPLIT ? 4 : 0;
-    // Steps after which sums are added to `dots`: those of large codes before 16 bits overflow.
-    constexpr int LOW_STEPS = BITS == 6 ? 4 : 8;
-    constexpr int STEPS = !SUMS_ARE_PAIRS ? LOW_STEPS : BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+    // Sums of lower halves need none of their own, nor do those of 8 bits.
+    constexpr bool ADDS_TO_DOTS = !SUMS_ARE_PAIRS;
+    // Steps before 16 bits overflow with larger codes.
+    constexpr int MOST = ADDS_TO_DOTS || BITS == 4 ? STEPS : BITS == 5 ? 4 : 2;
     vi high[R][N] = {}, low[R][N] = {};
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) dots[r][n] = vi{};
 #if !defined(EMULATE)  // which would take minutes to compile
 #pragma GCC unroll 8
 #endif
-    for (int step = 0; step < 8; step++) {
+    for (int step = FIRST; step < FIRST + STEPS; step++) {
         vu fours[N];
         for (int n = 0; n < N; n++) fours[n] = weights(n, step);
         for (int r = 0; r < R; r++) {
             const vu four = load<uint32_t>(codes[r] + 4 * step) - vu{};
-            for (int n = 0; n < N; n++) high[r][n] = dot_nibbles(high[r][n], fours[n], four);
+            for (int n = 0; n < N; n++) {
+                vi& sum = ADDS_TO_DOTS && !SPLIT ? dots[r][n] : high[r][n];
+                sum = dot_nibbles(sum, fours[n], four);
+            }
             if constexpr (SPLIT) {
                 const vu rest = load<uint32_t>(codes[r] + GROUP + 4 * step) - vu{};
-                for (int n = 0; n < N; n++) low[r][n] = dot_nibbles(low[r][n], fours[n], rest);
+                for (int n = 0; n < N; n++) {
+                    vi& sum = ADDS_TO_DOTS ? dots[r][n] : low[r][n];
+                    sum = dot_nibbles(sum, fours[n], rest);
+                }
             }
         }
-        if (step % STEPS == STEPS - 1)
-            for (int n = 0; n < N; n++) {
-                const vi factor = bits<vi>(bits<words>(factors[n][step / 4]) << SHIFT);
-                for (int r = 0; r < R; r++) {
-                    dots[r][n] = BITS == 6 ? add_nibbles(dots[r][n], high[r][n], factor)
-                                           : add_shifted_nibbles<SHIFT>(dots[r][n], high[r][n]);
-                    high[r][n] = vi{};
-                }
-            }
-        if (SPLIT && step % LOW_STEPS == LOW_STEPS - 1)
+        if ((SPLIT || !ADDS_TO_DOTS) && (step - FIRST) % MOST == MOST - 1)
             for (int n = 0; n < N; n++)
                 for (int r = 0; r < R; r++) {
-                    dots[r][n] = BITS == 6 ? add_nibbles(dots[r][n], low[r][n], factors[n][step / 4])
-                                           : add_shifted_nibbles<0>(dots[r][n], low[r][n]);
-                    low[r][n] = vi{};
+                    dots[r][n] = add_shifted_nibbles<SPLIT ? 4 : 0>(dots[r][n], high[r][n]);
+                    high[r][n] = vi{};
                 }
     }
+    if constexpr (SPLIT && !ADDS_TO_DOTS)
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < R; r++) dots[r][n] = add_shifted_nibbles<0>(dots[r][n], low[r][n]);
 }
 
-// Pairs of factors of a group's halves, for LANES outputs, to factors of each half twice.
-INLINE void spread_factors(vi pairs, vi (&factors)[2]) {
-    const vu words = bits<vu>(pairs);
-    factors[0] = bits<vi>(words << 16 | (words & 0xFFFFu));
-    factors[1] = bits<vi>(words >> 16 | (words & 0xFFFF0000u));
+// Sums that start with the bits of ROUND instead of zero are floats, ROUND more than their integers, as magnitudes below
+// 2^22 keep the exponent. So their product with a scale is one operation, `shift` = -ROUND x scale, instead of two: both
+// round once. All sums of groups are small enough. Sums of 6-bit codes always start so (`bases` in matrix.h), those of
+// others where starting with something else than zero costs nothing.
+constexpr bool SUMS_ARE_FLOATS = FUSES && !SUMS_ARE_PAIRS;
+INLINE vi empty_sum() { return SUMS_ARE_FLOATS ? bits<int32_t>(ROUND) - vi{} : vi{}; }
+
+template <bool ARE_FLOATS>
+INLINE vf scale_sum(vi sum, vf scale, vf shift) {
+    if constexpr (!ARE_FLOATS) return __builtin_convertvector(sum, vf) * scale;
+    return FUSES ? fma(bits<vf>(sum), scale, shift) : (bits<vf>(sum) - ROUND) * scale;
 }
 
 // What the integers of a group are multiplied with, and what is added to the products: for LANES outputs.
@@ -237,18 +244,33 @@ INLINE vf load_minimum(const uint16_t* halves, const uint8_t* small) {
     return minimum;
 }
 
-// acc + the dot products of a group, scaled. `row` points to the scale of the group's activations; `pairs` are the factors
-// of 6-bit codes.
+// acc + the dot products of a group, scaled. `row` points to the scale of the group's activations. Not of 6-bit codes.
 template <int ZERO, bool MINIMUMS>
-INLINE vf add_group(vf acc, vi dot, vf scale, vf minimum, vi pairs, const float* row, int groups) {
-    if constexpr (ZERO == zero_code(Format::Q6_K)) {
-        const vi sums = load<int32_t>(row + 3 * groups) - vi{};
-        dot -= finish_words(dot_words(word_sums{}, pairs, sums)) << 5;
-    } else if constexpr (ZERO != 0) {
-        dot -= ZERO * load<int32_t>(row + groups);
-    }
-    acc = fma(__builtin_convertvector(dot, vf) * scale, splat(*row), acc);
+INLINE vf add_group(vf acc, vi dot, vf scale, vf shift, vf minimum, const float* row, int groups) {
+    if constexpr (ZERO != 0) dot -= ZERO * load<int32_t>(row + groups);
+    acc = fma(scale_sum<SUMS_ARE_FLOATS>(dot, scale, shift), splat(*row), acc);
     return MINIMUMS ? fma(minimum, splat(row[2 * groups]), acc) : acc;
+}
+
+// acc += the products of a group of 6-bit codes, whose halves have scales of their own. `row` has the scales of groups, and
+// `bases` behind them; a row is `stride` floats.
+template <ActivationForm A, int R, int N, class Weights>
+INLINE void add_group6(const int8_t* const (&codes)[R], const Weights& weights, const vf (&scales)[2][N], const float* row,
+                       size_t stride, int groups, int g, vf (&acc)[R][N]) {
+    const auto add_half = [&]<int HALF>() __attribute__((always_inline)) {
+        vi dots[R][N];
+        IN_REGISTERS
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) dots[r][n] = load<int32_t>(row + r * stride + 3 * groups + 2 * g + HALF) - vi{};
+        add_dots<6, A, 4 * HALF, 4, R, N>(codes, weights, dots);
+        for (int n = 0; n < N; n++) {
+            const vf scale = scales[HALF][n], shift = scale * -ROUND;
+            for (int r = 0; r < R; r++)
+                acc[r][n] = fma(scale_sum<true>(dots[r][n], scale, shift), splat(row[r * stride + g]), acc[r][n]);
+        }
+    };
+    add_half.template operator()<0>();
+    add_half.template operator()<1>();
 }
 
 // Places in a panel.
@@ -265,9 +287,12 @@ struct BlockLayout {
     static const uint16_t* halves(const uint8_t* block, int v) {
         return reinterpret_cast<const uint16_t*>(block + HALVES) + v * LANES;
     }
-    static vi pairs(const uint8_t* block, int g, int v) {
-        if constexpr (F != Format::Q6_K) return vi{};
-        return sign_extend_bytes(reinterpret_cast<const int8_t*>(small(block, g, v)));
+    // The scales of both halves of group `g` of 6-bit codes.
+    static void half_scales(const uint8_t* block, int g, int v, vf& first, vf& second) {
+        const vi pairs = sign_extend_bytes(reinterpret_cast<const int8_t*>(small(block, g, v)));
+        const vf scale = load_f16(halves(block, v));
+        first = scale * __builtin_convertvector((pairs << 16) >> 16, vf);
+        second = scale * __builtin_convertvector(pairs >> 16, vf);
     }
 };
 
@@ -292,34 +317,41 @@ INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel,
                 prefetch<L2>(ahead + p * panel_bytes + in_block * Layout::CODES, Layout::CODES);
                 if (is_last) prefetch<L2>(ahead + p * panel_bytes + Layout::SMALL, Layout::BYTES - Layout::SMALL);
             }
-        vi pairs[P][VECTORS], dots[R][P][VECTORS] = {};
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) pairs[p][v] = Layout::pairs(panel + p * panel_bytes, in_block, v);
-        if constexpr (code_bits(F) == 4) {
-            dot_group4<R, P, A == ActivationForm::SPLIT>(codes, 0, group, panel_bytes, dots);
-            if constexpr (A == ActivationForm::SPLIT) dot_group4<R, P>(codes, GROUP, group, panel_bytes, dots);
+        if constexpr (code_bits(F) == 6) {
+            vf scales_of[2][P * VECTORS], (&sums)[R][P * VECTORS] = reinterpret_cast<vf (&)[R][P * VECTORS]>(acc);
+            for (int n = 0; n < P * VECTORS; n++)
+                Layout::half_scales(panel + n / VECTORS * panel_bytes, in_block, n % VECTORS, scales_of[0][n], scales_of[1][n]);
+            const auto weights = [&](int n, int step) {
+                return load_codes<F>(group + n / VECTORS * panel_bytes + n % VECTORS * 4 * LANES, step);
+            };
+            add_group6<A>(codes, weights, scales_of, scales, stride, groups, g, sums);
         } else {
-            for (int p = 0; p < P; p++) {
-                vi factors[VECTORS][2], found[R][VECTORS];
-                for (int v = 0; v < VECTORS; v++) spread_factors(pairs[p][v], factors[v]);
-                const auto weights = [&](int v, int step) {
-                    return load_codes<F>(group + p * panel_bytes + v * 4 * LANES, step);
+            vi dots[R][P][VECTORS];
+            IN_REGISTERS
+            for (int r = 0; r < R; r++)
+                for (int p = 0; p < P; p++)
+                    for (int v = 0; v < VECTORS; v++) dots[r][p][v] = empty_sum();
+            if constexpr (code_bits(F) == 4) {
+                dot_group4<R, P, A == ActivationForm::SPLIT>(codes, 0, group, panel_bytes, dots);
+                if constexpr (A == ActivationForm::SPLIT) dot_group4<R, P>(codes, GROUP, group, panel_bytes, dots);
+            } else {
+                const auto weights = [&](int n, int step) {
+                    return load_codes<F>(group + n / VECTORS * panel_bytes + n % VECTORS * 4 * LANES, step);
                 };
-                dot_codes<code_bits(F), A, R, VECTORS>(codes, weights, factors, found);
-                for (int r = 0; r < R; r++)
-                    for (int v = 0; v < VECTORS; v++) dots[r][p][v] = found[r][v];
+                add_dots<code_bits(F), A, 0, 8, R, P * VECTORS>(codes, weights, reinterpret_cast<vi (&)[R][P * VECTORS]>(dots));
             }
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const uint8_t* block = panel + p * panel_bytes;
+                    const uint16_t* halves = Layout::halves(block, v);
+                    const uint8_t* small = Layout::small(block, in_block, v);
+                    const vf scale = load_scale<F>(halves, small), minimum = load_minimum<F>(halves, small);
+                    const vf shift = scale * -ROUND;
+                    for (int r = 0; r < R; r++)
+                        acc[r][p][v] = add_group<zero_code(F), has_minimums(F)>(
+                            acc[r][p][v], dots[r][p][v], scale, shift, minimum, scales + r * stride + g, groups);
+                }
         }
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) {
-                const uint8_t* block = panel + p * panel_bytes;
-                const uint16_t* halves = Layout::halves(block, v);
-                const uint8_t* small = Layout::small(block, in_block, v);
-                const vf scale = load_scale<F>(halves, small), minimum = load_minimum<F>(halves, small);
-                for (int r = 0; r < R; r++)
-                    acc[r][p][v] = add_group<zero_code(F), has_minimums(F)>(
-                        acc[r][p][v], dots[r][p][v], scale, minimum, pairs[p][v], scales + r * stride + g, groups);
-            }
         for (int r = 0; r < R; r++) codes[r] += CODES;
         if (is_last) {
             panel += Layout::BYTES;
@@ -364,23 +396,93 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
     }
 }
 
+// out [R, P * 16] = accumulators.
+template <int R, int P>
+INLINE void store_sums(const vf (&acc)[R][P][VECTORS], float* out, int out_stride) {
+    IN_REGISTERS
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + p * PANEL + v * LANES, acc[r][p][v]);
+}
+
 // --- any format -------------------------------------------------------------------------------------------------------
 
 // Rows per call: as many as fit with their accumulators in registers.
 #if defined(ISA_AVX512)
-constexpr int MOST_ROWS = 12, MOST_ROWS_8 = 6, MOST_ROWS_4 = 6;
+constexpr int MOST_ROWS = 12, MOST_ROWS_8 = 6;
 #elif defined(ISA_AVX2)
-constexpr int MOST_ROWS = 6, MOST_ROWS_8 = 3, MOST_ROWS_4 = 4;
+constexpr int MOST_ROWS = 6, MOST_ROWS_8 = 3;
 #else
-constexpr int MOST_ROWS = 4, MOST_ROWS_8 = 2, MOST_ROWS_4 = 2;
+constexpr int MOST_ROWS = 4, MOST_ROWS_8 = 2;
 #endif
 
+// Rows per call for which codes of 4 to 6 bits are unpacked in registers; gemm_wide.h unpacks them once for more. At AVX-512
+// two panels of six rows fit, or one of up to twelve: that takes less time than two parts of half the rows if unpacking
+// takes long. At AVX2 four rows keep their sums elsewhere while others are multiplied, and are still faster.
+constexpr int MOST_ROWS_OF_TWO = 6;
+constexpr int most_code_rows([[maybe_unused]] Format format, [[maybe_unused]] ActivationForm form) {
+    [[maybe_unused]] const bool is_bytes = form == ActivationForm::BYTES;
+#if defined(ISA_AVX512)
+    if (code_bits(format) == 4) return is_bytes ? 8 : MOST_ROWS_OF_TWO;
+#if !defined(EMULATE)  // which would take minutes to compile
+    if (format == Format::Q6_K && is_bytes) return 12;
+#endif
+#elif defined(ISA_AVX2)
+    if (is_bytes || format == Format::Q4_0 || format == Format::Q4_1) return 4;
+#endif
+    return 1;
+}
+
+// Rows from which on codes are unpacked once for all.
+INLINE int least_wide_rows(Format format, ActivationForm form) {
+    if (most_code_rows(format, form) == 1) return 2;
+    if (LANES == 16) return 25;
+    return code_bits(format) == 4 && form == ActivationForm::BYTES ? 7 : 5;
+}
+
+// Panels that so many rows of activations take at once. At AVX2 one row has registers for the sums of two, or of one and
+// the unpacking of larger codes.
+constexpr int most_code_panels([[maybe_unused]] Format format, int rows) {
+    if (LANES == 16) return rows == 1 ? 4 : rows <= MOST_ROWS_OF_TWO ? 2 : 1;
+    if (LANES == 8) return rows == 1 && code_bits(format) == 4 ? 2 : 1;
+    return 4;
+}
+
 // Not inlined: with constant arguments GCC runs out of registers.
+template <Format F, ActivationForm A, int R, int P>
+__attribute__((noinline)) static void multiply_code_panels(const Rows& rows, int first_row, const Matrix& matrix, const uint8_t* panel,
+                                                           float* out, int out_stride, const uint8_t* ahead) {
+    vf acc[R][P][VECTORS] = {};
+    multiply_bits<F, A, R, P>(rows, first_row, panel, matrix.panel_bytes(), matrix.depth, acc, ahead, matrix.lines);
+    store_sums(acc, out, out_stride);
+}
+
 template <int R, int P>
 __attribute__((noinline)) static void multiply_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, float* out,
-                            int out_stride, const uint8_t* ahead) {
+                                                      int out_stride, const uint8_t* ahead) {
     const size_t bytes = matrix.panel_bytes();
     const uint8_t* panel = matrix.panels + first_panel * bytes;
+    if (matrix.integer() && matrix.format != Format::Q8_0) {
+        const auto multiply_in = [&]<Format F, ActivationForm A>() {
+            if constexpr (R <= most_code_rows(F, A) && P <= most_code_panels(F, R))
+                multiply_code_panels<F, A, R, P>(rows, first_row, matrix, panel, out, out_stride, ahead);
+        };
+        const auto multiply_as = [&]<Format F>() {
+            if (matrix.form == ActivationForm::BYTES)
+                multiply_in.template operator()<F, ActivationForm::BYTES>();
+            else
+                multiply_in.template operator()<F, ActivationForm::SPLIT>();
+        };
+        switch (matrix.format) {
+            case Format::Q4_0: return multiply_as.template operator()<Format::Q4_0>();
+            case Format::Q4_1: return multiply_as.template operator()<Format::Q4_1>();
+            case Format::Q5_0: return multiply_as.template operator()<Format::Q5_0>();
+            case Format::Q5_1: return multiply_as.template operator()<Format::Q5_1>();
+            case Format::Q4_K: return multiply_as.template operator()<Format::Q4_K>();
+            case Format::Q5_K: return multiply_as.template operator()<Format::Q5_K>();
+            default: return multiply_as.template operator()<Format::Q6_K>();
+        }
+    }
     vf acc[R][P][VECTORS] = {};
     if (matrix.format == Format::BF16) {
         const act* plain[R];
@@ -390,31 +492,10 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
         for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r);
         for (int p = 0; p < P; p++) panels[p] = reinterpret_cast<const uint32_t*>(panel + p * bytes);
         multiply_bf16<R, P>(plain, panels, matrix.depth / 2, acc, ahead ? next : nullptr, matrix.lines);
-    } else if (matrix.format == Format::Q8_0) {
-        if constexpr (R <= MOST_ROWS_8)
-            multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
-    } else if constexpr (R == 1 || (IN_TWO_PASSES && R <= MOST_ROWS_4)) {
-        const auto multiply_as = [&]<Format F>() {
-            if constexpr (R > 1 && code_bits(F) > 4) return;  // gemm_wide.h does these
-            else if (matrix.form == ActivationForm::BYTES)
-                multiply_bits<F, ActivationForm::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
-            else
-                multiply_bits<F, ActivationForm::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
-        };
-        switch (matrix.format) {
-            case Format::Q4_0: multiply_as.template operator()<Format::Q4_0>(); break;
-            case Format::Q4_1: multiply_as.template operator()<Format::Q4_1>(); break;
-            case Format::Q5_0: multiply_as.template operator()<Format::Q5_0>(); break;
-            case Format::Q5_1: multiply_as.template operator()<Format::Q5_1>(); break;
-            case Format::Q4_K: multiply_as.template operator()<Format::Q4_K>(); break;
-            case Format::Q5_K: multiply_as.template operator()<Format::Q5_K>(); break;
-            default: multiply_as.template operator()<Format::Q6_K>();
-        }
+    } else if constexpr (R <= MOST_ROWS_8) {
+        multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead);
     }
-    IN_REGISTERS
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + p * PANEL + v * LANES, acc[r][p][v]);
+    store_sums(acc, out, out_stride);
 }
 
 // One row has registers for more panels, and needs them: each accumulator waits for its previous product.
@@ -426,20 +507,22 @@ static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix,
     const size_t bytes = matrix.panel_bytes();
     constexpr int AT_ONCE = panels_at_once(R);
     // On aarch64 sums of 16-bit products take two registers each, so half as many panels have them all in registers.
-    const bool is_half = sizeof(word_sums) > sizeof(vi) && matrix.format == Format::Q8_0;
+    const int most = !matrix.integer()                ? AT_ONCE
+                     : matrix.format != Format::Q8_0 ? most_code_panels(matrix.format, R)
+                                                     : AT_ONCE * int(sizeof(vi)) / int(sizeof(word_sums));
     const auto next = [&](int p) { return ahead ? ahead + p * bytes : nullptr; };
     int p = 0;
-    for (; !is_half && p + AT_ONCE <= panels; p += AT_ONCE)
+    for (; AT_ONCE <= most && p + AT_ONCE <= panels; p += AT_ONCE)
         multiply_panels<R, AT_ONCE>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
     if constexpr (AT_ONCE > 2)
-        for (; p + 2 <= panels; p += 2)
+        for (; 2 <= most && p + 2 <= panels; p += 2)
             multiply_panels<R, 2>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
     if constexpr (AT_ONCE > 1)
         for (; p < panels; p++)
             multiply_panels<R, 1>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride, next(p));
 }
 
-// out [count, panels * 16] = rows first_row .. first_row + count times `panels` panels. count <= most_rows(matrix).
+// out [count, panels * 16] = rows first_row .. first_row + count times `panels` panels. count <= most_rows(matrix, count).
 // `ahead` is null, or `panels` panels of the matrix to prefetch.
 static void multiply(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
                      float* out, int out_stride, const uint8_t* ahead) {
@@ -454,6 +537,10 @@ static void multiply(const Rows& rows, int first_row, int count, const Matrix& m
     }
 }
 
-INLINE int most_rows(const Matrix& matrix) {
-    return !matrix.integer() ? MOST_ROWS : matrix.format == Format::Q8_0 ? MOST_ROWS_8 : MOST_ROWS_4;
+// Rows per call, of so many.
+INLINE int most_rows(const Matrix& matrix, int num_rows) {
+    if (!matrix.integer()) return MOST_ROWS;
+    if (matrix.format == Format::Q8_0) return MOST_ROWS_8;
+    const int most = most_code_rows(matrix.format, matrix.form);
+    return num_rows <= most || code_bits(matrix.format) > 4 ? most : std::min(most, MOST_ROWS_OF_TWO);
 }

@@ -173,7 +173,7 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
     }
 #endif
     const bool is_unpacked = matrix.format == Format::FP8 || matrix.form == ActivationForm::BLOCKS || takes_wide(matrix, num_rows);
-    const int most = is_unpacked ? WIDE_PART_ROWS : most_rows(matrix);
+    const int most = is_unpacked ? WIDE_PART_ROWS : most_rows(matrix, num_rows);
 #if defined(ISA_AVX2)
     // Sums of three or four rows wait for each other, so six rows and then one or two cost less than even parts.
     const int rest = num_rows % most;

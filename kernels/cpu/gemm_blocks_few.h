@@ -201,7 +201,7 @@ template <Format F, int R>
 static void multiply_byte_rows(const Rows& rows, int first_row, const Matrix& matrix, const uint8_t* panel, int panels,
                               float* out, int out_stride, const uint8_t* ahead) {
     // One row has registers for more panels, and needs them: each sum waits for its previous product.
-    constexpr int MOST = R == 1 ? 4 : LANES == 16 ? 2 : 1;
+    constexpr int MOST = R == 1 ? (LANES == 8 ? 2 : 4) : LANES == 16 ? 2 : 1;
     const size_t bytes = matrix.panel_bytes();
     int p = 0;
     const auto multiply_some = [&]<int P>() {

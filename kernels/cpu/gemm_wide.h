@@ -2,8 +2,8 @@
 // long as one to two rows of products, and registers hold few rows: their accumulators, and two sums for each.
 //
 // A stretch of depth of N vectors of outputs, unpacked, for each group: [8][N][LANES] codes of four numbers of depth, as
-// bytes | [N][LANES] float scales | [N][LANES] float minimums | [N][LANES] pairs of int16, the scales of the halves of
-// q6_k. It stays in the L1 cache. The products are those of gemm.h, with the same bits.
+// bytes | [N][LANES] float scales | [N][LANES] float minimums; of q6_k, the scales of both halves. It stays in the L1
+// cache. The products are those of gemm.h, with the same bits.
 #pragma once
 
 #include "gemm.h"
@@ -14,8 +14,7 @@ constexpr int WIDE_GROUPS = 16;     // of the stretches of all panels that are u
 // Vectors of outputs per call, which share the loads of activations: of one panel, or of two that have one each.
 constexpr int WIDE_VECTORS = 2, WIDE_PANELS = VECTORS < WIDE_VECTORS ? 2 : 1;
 
-// Where a panel is one vector, fewer rows than these are faster with one panel at a time and more rows per call. So
-// many are worth unpacking 4-bit codes to memory, which gemm.h otherwise does in registers for several rows.
+// Where a panel is one vector, fewer rows than these are faster with one panel at a time and more rows per call.
 constexpr int MANY_WIDE_ROWS = 25;
 
 // Rows per call: as many as fit with their accumulators and sums in registers.
@@ -32,20 +31,17 @@ constexpr int most_wide_rows([[maybe_unused]] Format format, ActivationForm form
 #endif
 }
 
-// Panels that are unpacked together for so many rows. 6-bit codes take a third sum, so that two panels leave registers for
-// too few rows.
-INLINE int wide_panels(Format format, int num_rows) {
-    return num_rows < MANY_WIDE_ROWS || code_bits(format) == 6 ? 1 : WIDE_PANELS;
-}
+// Panels that are unpacked together for so many rows.
+INLINE int wide_panels(int num_rows) { return num_rows < MANY_WIDE_ROWS ? 1 : WIDE_PANELS; }
 
 // Whether a matmul of so many rows unpacks its panels first.
 INLINE bool takes_wide(const Matrix& matrix, int num_rows) {
     if (!matrix.integer() || matrix.format == Format::Q8_0) return false;
-    return num_rows >= (IN_TWO_PASSES && code_bits(matrix.format) == 4 ? MANY_WIDE_ROWS : 2);
+    return num_rows >= least_wide_rows(matrix.format, matrix.form);
 }
 
 // Bytes of a group of so many vectors of outputs, unpacked.
-constexpr size_t wide_group_bytes(int vectors) { return size_t(8 + 3) * vectors * 4 * LANES; }
+constexpr size_t wide_group_bytes(int vectors) { return size_t(8 + 2) * vectors * 4 * LANES; }
 
 // Bytes of all unpacked stretches.
 constexpr size_t wide_bytes() { return WIDE_GROUPS * wide_group_bytes(VECTORS); }
@@ -64,10 +60,15 @@ INLINE void unpack_stretch(const uint8_t* panel, int begin, int end, int v, int 
         for (int step = 0; step < 8; step++, to += row) store(to, load_codes<F>(codes, step));
         const uint16_t* halves = Layout::halves(block, v);
         const uint8_t* small = Layout::small(block, in_block, v);
-        store(to, load_scale<F>(halves, small));
-        store(to + row, load_minimum<F>(halves, small));
-        store(to + 2 * row, Layout::pairs(block, in_block, v));
-        to += 3 * row;
+        if constexpr (code_bits(F) == 6) {
+            vf first, second;
+            Layout::half_scales(block, in_block, v, first, second);
+            store(to, first), store(to + row, second);
+        } else {
+            store(to, load_scale<F>(halves, small));
+            store(to + row, load_minimum<F>(halves, small));
+        }
+        to += 2 * row;
     }
 }
 
@@ -101,17 +102,24 @@ __attribute__((noinline)) static void multiply_wide_rows(const Rows& rows, int f
         ahead.fetch(g);
         if (lines) lines->fetch();
         const uint8_t* small = wide + 8 * ROW;
-        vi factors[N][2], dots[R][N];
-        if constexpr (code_bits(F) == 6)
-            for (int n = 0; n < N; n++) spread_factors(load<vi>(small + 2 * ROW + n * 4 * LANES), factors[n]);
         const auto weights = [&](int n, int step) { return load<vu>(wide + step * ROW + n * 4 * LANES); };
-        dot_codes<code_bits(F), A, R, N>(codes, weights, factors, dots);
-        for (int n = 0; n < N; n++, small += 4 * LANES) {
-            const vf scale = load<vf>(small), minimum = load<vf>(small + ROW);
-            const vi pairs = load<vi>(small + 2 * ROW);
+        if constexpr (code_bits(F) == 6) {
+            vf scales_of[2][N];
+            for (int n = 0; n < N; n++)
+                for (int half = 0; half < 2; half++) scales_of[half][n] = load<vf>(small + half * ROW + n * 4 * LANES);
+            add_group6<A>(codes, weights, scales_of, scales, stride, groups, g, acc);
+        } else {
+            vi dots[R][N];
+            IN_REGISTERS
             for (int r = 0; r < R; r++)
-                acc[r][n] = add_group<zero_code(F), has_minimums(F)>(acc[r][n], dots[r][n], scale, minimum, pairs,
-                                                                     scales + r * stride + g, groups);
+                for (int n = 0; n < N; n++) dots[r][n] = empty_sum();
+            add_dots<code_bits(F), A, 0, 8>(codes, weights, dots);
+            for (int n = 0; n < N; n++, small += 4 * LANES) {
+                const vf scale = load<vf>(small), minimum = load<vf>(small + ROW), shift = scale * -ROUND;
+                for (int r = 0; r < R; r++)
+                    acc[r][n] = add_group<zero_code(F), has_minimums(F)>(acc[r][n], dots[r][n], scale, shift, minimum,
+                                                                         scales + r * stride + g, groups);
+            }
         }
         for (int r = 0; r < R; r++) codes[r] += CODES;
     }
@@ -153,7 +161,7 @@ static void multiply_wide_as(const Rows& rows, int first_row, int count, const M
     constexpr Format U = unpacked_format(F);
     const size_t bytes = matrix.panel_bytes();
     const uint8_t* panel = matrix.panels + first_panel * bytes;
-    const int groups = matrix.depth / GROUP, at_once = wide_panels(F, count), stretch = WIDE_GROUPS / at_once;
+    const int groups = matrix.depth / GROUP, at_once = wide_panels(count), stretch = WIDE_GROUPS / at_once;
     for (int p = 0; p < panels; p += at_once) {
         const int num = std::min(at_once, panels - p);
         const int vectors = std::min(num * VECTORS, WIDE_VECTORS), calls = num * VECTORS / vectors;
@@ -176,7 +184,7 @@ static void multiply_wide_as(const Rows& rows, int first_row, int count, const M
 // How often `multiply_wide` fetches lines for so many rows and panels.
 INLINE int wide_line_fetches(const Matrix& matrix, int count, int panels) {
     int fetches = 0;
-    const int at_once = wide_panels(matrix.format, count);
+    const int at_once = wide_panels(count);
     for (int p = 0; p < panels; p += at_once) {
         const int outputs = std::min(at_once, panels - p) * VECTORS, vectors = std::min(outputs, WIDE_VECTORS);
         const int most = most_wide_rows(unpacked_format(matrix.format), matrix.form, vectors);

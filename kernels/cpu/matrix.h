@@ -101,7 +101,8 @@ INLINE vf load_acts(const act* from) { return load<vf>(from); }
 //
 //     PLAIN  [depth] act                                                    for bf16 and fp8
 //     BYTES  [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum
-//            | [groups][2] int16 sum of each half's codes                   for 4 to 6 bits, in groups of 32
+//            | [groups][2] float bases, ROUND - 32 x sum of each half's codes
+//                                                                          for 4 to 6 bits, in groups of 32
 //     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
 //     SPLIT  like BYTES, with codes of 12 bits: [groups]{ [32] int8 codes / 16 | [32] int8 codes % 16 }, rounded down, so
 //            that instructions for bytes multiply both halves               for 4 to 6 bits, in groups of 32
@@ -109,8 +110,12 @@ INLINE vf load_acts(const act* from) { return load<vf>(from); }
 //            bytes } of the same codes, code = 256 x upper + lower | [blocks] float scale | [groups] float scale x sum of
 //            codes | [groups][2] int32 -32 x sum of each half's codes       for K-quants, in blocks of 256
 //
+// So the sum of a half's products with codes of q6_k, in integers, starts with the bits of its base, and ends as the bits of
+// ROUND + the sum of products with codes - 32.
+//
 // Activations should lose less precision than the weights, so int8 is only for throughput: with 4-bit weights it changes
 // 3 % of the most likely ids, 12 bits as many as 16.
+constexpr float ROUND = 12582912.0f;  // 1.5 x 2^23: a float from half to twice of it is an integer; adding it rounds
 enum class ActivationForm : int { PLAIN = 0, BYTES = 1, WORDS = 2, SPLIT = 3, BLOCKS = 4 };
 
 constexpr int SPLIT_GROUP_BYTES = 2 * GROUP;
@@ -159,10 +164,10 @@ INLINE int padded_rows(int rows) {
 INLINE size_t row_bytes(ActivationForm form, int width) {
     const size_t groups = width / GROUP;
     const size_t bytes = form == ActivationForm::PLAIN   ? width * sizeof(act)
-                         : form == ActivationForm::BYTES ? width + groups * 16
+                         : form == ActivationForm::BYTES ? width + groups * 20
                          : form == ActivationForm::WORDS ? 2 * width + groups * 4
                          : form == ActivationForm::BLOCKS ? 4 * width + width / BLOCK_DEPTH * 4 + groups * 12
-                                               : 2 * width + groups * 16;
+                                               : 2 * width + groups * 20;
     return (bytes + 63) / 64 * 64;
 }
 
@@ -234,8 +239,6 @@ INLINE vi swap_middle(vi numbers) {
     return __builtin_shufflevector(numbers, numbers, 0, 2, 1, 3);
 #endif
 }
-
-constexpr float ROUND = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
 
 // Makes the first scale of a row NaN, and so all products with the row, if one of its numbers is not finite: codes and
 // largest magnitudes would lose that. `nothing` is the sum of the numbers, each times 0.
@@ -326,12 +329,12 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Acti
             for (int i = 0; i < GROUP / LANES; i++) store(codes + i * LANES, __builtin_convertvector(numbers[i], words));
             continue;
         }
-        // Sums are exact in floats: at most 2^20. That of a half is at most 16 x 2,047, so int16 holds it.
+        // Sums are exact in floats: at most 2^20, also 32 times that of a half.
         const float count = sum(__builtin_convertvector(total, vf)), first = sum(__builtin_convertvector(half, vf));
         scales[groups + g] = bits<float>(int32_t(count));
         scales[2 * groups + g] = scale * count;
-        const int32_t halves = (int32_t(first) & 0xFFFF) | int32_t(count - first) << 16;
-        scales[3 * groups + g] = bits<float>(halves);
+        float* bases = scales + 3 * groups + 2 * g;
+        bases[0] = ROUND - 32 * first, bases[1] = ROUND - 32 * (count - first);
     }
     keep_nan(nothing, *scales);
 }

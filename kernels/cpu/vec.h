@@ -93,6 +93,14 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
+// Whether `fma` rounds once.
+#if (defined(ISA_AVX512) && !defined(EMULATE)) || defined(ISA_AVX2) || \
+    (defined(ISA_PORTABLE) && (defined(__aarch64__) || defined(__FMA__)))
+constexpr bool FUSES = true;
+#else
+constexpr bool FUSES = false;
+#endif
+
 #if defined(ISA_AVX512)
 INLINE f8 fma(f8 a, f8 b, f8 c) {
 #if defined(EMULATE)
@@ -434,16 +442,7 @@ INLINE vi finish_nibbles(vi acc) {
 #endif
 }
 
-// total + factor x the sums that `finish_nibbles` gives. A lane of `factors` has the factor twice, as 16 bits.
-INLINE vi add_nibbles(vi total, vi acc, vi factors) {
-#if defined(ISA_AVX2)
-    return total + bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), bits<__m256i>(factors)));
-#else
-    return total + finish_nibbles(acc) * (factors >> 16);
-#endif
-}
-
-// The same with the factor 2^SHIFT.
+// total + 2^SHIFT x the sums that `finish_nibbles` gives.
 template <int SHIFT>
 INLINE vi add_shifted_nibbles(vi total, vi acc) {
 #if defined(ISA_AVX2)

@@ -104,6 +104,14 @@ def joined(halves: np.ndarray) -> np.ndarray:
     return (groups[..., :GROUP] * 16 + groups[..., GROUP:]).reshape(len(halves), -1)
 
 
+def bases_of(codes: np.ndarray) -> np.ndarray:
+    """What the sums of products of codes [N, K] with those of q6_k start with: for each half of a group, [N, K / 16]
+    float32."""
+    sums = codes.reshape(len(codes), -1, GROUP // 2).sum(-1, dtype=np.int32).astype(np.float32)
+    bases: np.ndarray = 1.5 * 2**23 - 32 * sums
+    return bases
+
+
 def quantize_rows(values: np.ndarray, form: ActivationForm) -> tuple[np.ndarray, np.ndarray]:
     """Codes [N, K] int8 or int16 (of 12 bits if split) and scales [N, K / 32] float32, rounded as
     quantize() in matrix.h writes it down."""
@@ -137,7 +145,7 @@ def product(kept: ActivationArray, matrix: Matrix) -> tuple[np.ndarray, np.ndarr
     One accumulator adds n terms in order, and each term has at most two roundings: the error is at most (n + 2) EPS
     times the sum of their magnitudes (Higham, "Accuracy and Stability", 2002, section 3.1). With bf16 weights a term is
     one product. Otherwise it is the sum of a group, which is exact before it is scaled as a float, or of the group's
-    minimum. The sums of q6_k have scales of their own: they are rounded once more, and there are half as many terms.
+    minimum. The sums of q6_k have scales of their own, and are those of half a group, of 16.
     With fp8, the sums of 128 products are scaled and added up.
     """
     weights = exact(matrix)
@@ -145,12 +153,13 @@ def product(kept: ActivationArray, matrix: Matrix) -> tuple[np.ndarray, np.ndarr
     if matrix.format in ("bf16", "fp8"):
         scaled = matrix.num_columns // FP8_GROUP + 1 if matrix.format == "fp8" else 0
         return out, (matrix.num_columns + 2 + scaled) * EPS * (np.abs(kept.values) @ np.abs(weights).T) + TINY
-    num, groups = len(kept.values), matrix.num_columns // GROUP
+    size = GROUP // 2 if matrix.format == "q6_k" else GROUP
+    num, groups = len(kept.values), matrix.num_columns // size
     minimums = np.zeros((matrix.num_rows, groups))
     if matrix.format in HAS_MINIMUMS:
         minimums = matrix.minimums().double().numpy()
-    above = weights.reshape(-1, groups, GROUP) - minimums[..., None]
-    values = kept.values.reshape(num, groups, GROUP)
+    above = weights.reshape(-1, groups, size) - minimums[..., None]
+    values = kept.values.reshape(num, groups, size)
     magnitude = np.abs(values.transpose(1, 0, 2) @ above.transpose(1, 2, 0)).sum(0)
     magnitude += np.abs(values.sum(-1)) @ np.abs(minimums).T
     return out, (2 * groups + 5) * EPS * magnitude + TINY

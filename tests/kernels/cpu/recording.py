@@ -27,6 +27,7 @@ from tests.kernels.cpu.quantized import (
     PANEL,
     SUMMED,
     ActivationArray,
+    bases_of,
     joined,
     quantize_blocks,
     quantize_rows,
@@ -146,8 +147,7 @@ class Recording:
         parts = [split(codes) if form is ActivationForm.SPLIT else codes, scales]
         if form in SUMMED:
             sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
-            halves = codes.reshape(num, -1, GROUP // 2).sum(-1, dtype=np.int16)
-            parts += [sums, scales * sums.astype(np.float32), halves]
+            parts += [sums, scales * sums.astype(np.float32), bases_of(codes)]
         packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
         memory[:num, : packed.shape[1]] = packed
         return self.read_groups(rows, num, width, form)
@@ -180,18 +180,19 @@ class Recording:
         groups = width // GROUP
         codes_type = np.dtype(np.int16 if form is ActivationForm.WORDS else np.int8)
         begin = width if form is ActivationForm.BYTES else 2 * width
-        memory = np.ascontiguousarray(rows.memory[:num, : begin + 16 * groups])
+        memory = np.ascontiguousarray(rows.memory[:num, : begin + 20 * groups])
         codes = np.ascontiguousarray(memory[:, :begin]).view(codes_type)
         if form is ActivationForm.SPLIT:
             codes = joined(codes)
-        scales, sums, scaled, halves = (
+        scales, sums, scaled = (
             np.ascontiguousarray(memory[:, begin + 4 * groups * i :][:, : 4 * groups]).view(dtype)
-            for i, dtype in enumerate((np.float32, np.int32, np.float32, np.int16))
+            for i, dtype in enumerate((np.float32, np.int32, np.float32))
         )
         if form in SUMMED:
             assert np.array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
             assert np.array_equal(scaled, scales * sums.astype(np.float32), equal_nan=True)
-            assert np.array_equal(halves, codes.reshape(num, -1, GROUP // 2).sum(-1, dtype=np.int32))
+            bases = np.ascontiguousarray(memory[:, begin + 12 * groups :]).view(np.float32)
+            assert np.array_equal(bases, bases_of(codes))
         return ActivationArray(
             codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales, MOST[form][0]
         )
