@@ -59,8 +59,8 @@ def _loops_of(name: str, body: list[tuple[int, str]]) -> Iterator[Loop]:
         if any(begin <= first and last <= end and (first, last) != (begin, end) for first, last in loops):
             continue
         part = text[begin : end + 1]
-        counts = (sum(1 for one in part if pattern.search(one)) for pattern in (PRODUCT, STORE, LOAD))
-        yield Loop(name, *counts, len(part))
+        products, stores, loads = (sum(1 for one in part if pattern.search(one)) for pattern in (PRODUCT, STORE, LOAD))
+        yield Loop(name, products, stores, loads, len(part))
 
 
 def main() -> None:
