@@ -36,6 +36,8 @@ def own_metrics(
     count("ingress_inexact_streams", "Of these, those whose ids may differ from there on.", counts.num_inexact)
     count("ingress_broken_streams", "Streams that ended because their replica was lost.", counts.num_broken)
     count("ingress_unserved", "Requests that no replica took.", counts.num_unserved)
+    words = "Replies whose clients took the least while all of them kept too much."
+    count("ingress_replies_given_up", words, counts.num_given_up)
     count("router_requests", "Requests routed to a replica.", router.num_requests)
     count("router_hits", "Of these, requests with a prefix that the replica was expected to have.", router.num_hits)
     count("router_misses", "Of these, the other ones.", router.num_requests - router.num_hits)

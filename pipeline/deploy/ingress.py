@@ -43,6 +43,7 @@ from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
 from pipeline.http_server.sockets import descriptors
 from pipeline.http_server.sockets.connections import HttpConnections
+from pipeline.http_server.sockets.deliveries import Deliveries
 from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime.log.limited_log import INTERVAL_S
 from pipeline.runtime.log.log_file import dropped_log
@@ -99,7 +100,9 @@ class Ingress:
         access log can't be opened."""
         gateway = settings.gateway
         self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth)
-        self._unread = UnreadReplies(lambda: max_unread_bytes(gateway.max_open_bytes), gateway.slow_client_timeout_s)
+        self._unread = UnreadReplies(
+            lambda: max_unread_bytes(gateway.max_open_bytes), gateway.slow_client_timeout_s, Deliveries(log)
+        )
         self.relay = Relay(
             replicas,
             self._bodies,
@@ -269,6 +272,7 @@ class Ingress:
         if self._own_text is None:
             relay, routed = self.relay, self._replicas.routed
             usage = self._accounts.usage()
+            relay.counts.num_given_up = self._unread.deliveries.num_given_up
             self._own_text = exposition.own_metrics(relay.counts, routed, self._replicas.infos(), relay.num_open, usage)
             asyncio.get_running_loop().call_soon(self._forget_own_metrics)
         return self._own_text

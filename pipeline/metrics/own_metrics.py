@@ -105,6 +105,11 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
             sum(c.num_preemptions for c in gateways),
         ),
         (
+            "pipeline_replies_given_up",
+            "Replies and streams whose clients took them too slowly while others needed their room.",
+            sum(c.num_given_up for c in gateways),
+        ),
+        (
             "pipeline_access_log_dropped_lines",
             "Lines of the access log that were not written: the file was too slow, or could not be written.",
             sum(c.num_log_lines_dropped for c in gateways),

@@ -90,6 +90,8 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """Lines of the access log that were not written."""
     pooled: dict[str, list[int]] = {}
     """By task, besides generate: requests, and inputs that were computed and their tokens."""
+    num_given_up: int = 0
+    """Replies and backlogs of streams that clients took too slowly while others needed their room."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

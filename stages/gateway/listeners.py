@@ -61,6 +61,7 @@ class Listeners:
                 requests.accounts,
                 settings.max_body_bytes,
                 tasks,
+                requests.unread,
                 requests.accounts.keys,
                 needs_key=address.startswith("tcp://"),  # only processes of this user can connect to ipc
                 addresses=self._zmq_addresses(),

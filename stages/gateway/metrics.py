@@ -73,8 +73,11 @@ class GatewayMetrics:
         """All sequences of a prompt have ended; the longest has `num_output` ids."""
         self._longest.observe(num_output)
 
-    def counts(self, num_open: int, admission: Admission, num_unread_bytes: int = 0) -> GatewayCounts:
-        """`num_unread_bytes`: of replies that clients have not taken, besides those of open requests."""
+    def counts(
+        self, num_open: int, admission: Admission, num_unread_bytes: int = 0, num_given_up: int = 0
+    ) -> GatewayCounts:
+        """`num_unread_bytes`: of replies that clients have not taken, besides those of open requests. `num_given_up`:
+        replies that clients took too slowly."""
         return GatewayCounts(
             num_open=num_open,
             num_opened=self._num_opened,
@@ -101,5 +104,6 @@ class GatewayMetrics:
             num_preemptions=self.num_preemptions,
             num_overloaded_by_size=self.num_overloaded_by_size,
             num_log_lines_dropped=self.num_log_lines_dropped,
+            num_given_up=num_given_up,
             pooled={task: list(counts) for task, counts in self._pooled.items()},
         )

@@ -18,3 +18,5 @@ class RelayCounts(msgspec.Struct):
     """Streams that ended with an error because their replica was lost."""
     num_unserved: int = 0
     """Requests that no replica took."""
+    num_given_up: int = 0
+    """Replies whose clients took the least while all of them kept too much."""

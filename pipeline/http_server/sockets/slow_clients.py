@@ -10,13 +10,12 @@ own: `SlowClientTimeout` while they write, or `UnreadReplies.counted` besides it
 
 import asyncio
 import contextlib
-import heapq
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from aiohttp import web
 
 from pipeline.http_server.access.guard import Handle, current_scope
+from pipeline.http_server.sockets.deliveries import Deliveries, Delivery, client_of, in_turn
 from pipeline.runtime.process import suspension
 from pipeline.runtime.security.client_address import client_address
 
@@ -113,40 +112,35 @@ def _is_tls(http_request: web.BaseRequest) -> bool:
     return http_request.transport is not None and http_request.transport.get_extra_info("sslcontext") is not None
 
 
-class _Unread:
-    """What one client has not taken."""
+def http_delivery(
+    request: web.BaseRequest, num_bytes: Callable[[], int], scope: str, stop: Callable[[], object] = lambda: None
+) -> Delivery:
+    """What waits for the client of a request. It is given up with its connection, after `stop`. Raises ConnectionError
+    if the client has disconnected."""
+    transport, writer = request.transport, request.writer
+    if transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    client = client_of(scope, client_address(transport))
 
-    def __init__(self, request: web.BaseRequest, num_bytes: int, scope: str, address: str, begin_s: float) -> None:
-        self.transport: Any = request.transport
-        self._writer = request.writer
-        self._num_before = self._num_sent
-        self.num_bytes = num_bytes
-        self.client = bool(scope), scope or address
-        """Orders by who loses connections first: those without a key, if there are keys."""
-        self._begin_s = begin_s
+    def abort() -> None:
+        stop()
+        transport.abort()
 
-    @property
-    def _num_sent(self) -> int:
-        """Bytes of this connection that the kernel has taken, of the current reply."""
-        return int(self._writer.output_size) - int(self.transport.get_write_buffer_size())
-
-    def rate(self, now_s: float) -> tuple[float, float]:
-        """Orders by what the client takes in a second, then by age."""
-        num_taken = self._num_sent - self._num_before
-        return num_taken / (now_s - self._begin_s + 1.0), self._begin_s
+    return Delivery(client, lambda: int(writer.output_size) - transport.get_write_buffer_size(), abort, num_bytes)
 
 
 class UnreadReplies:
     """Replies that are built, and that clients have not taken yet, of one process. If they are too large together,
-    clients without a key lose connections first, then the API key that has the most of them (without keys: the
-    address). Each loses those that take the least."""
+    clients lose connections, in the order of deliveries.py."""
 
-    def __init__(self, max_bytes: Callable[[], int], slow_client_timeout_s: float) -> None:
+    def __init__(self, max_bytes: Callable[[], int], slow_client_timeout_s: float, deliveries: Deliveries) -> None:
         """`max_bytes` is asked each time. A client that takes nothing for `slow_client_timeout_s`, or at most twice
-        that, is disconnected."""
+        that, is disconnected. `deliveries` may have others, too."""
         self._max_bytes = max_bytes
         self._timeout_s = slow_client_timeout_s
-        self._unread: dict[_Unread, None] = {}
+        self.deliveries = deliveries
+        self._unread: dict[Delivery, int] = {}
+        """With the bytes that count for each."""
         self.num_bytes = 0
         """As they were when their clients began to take them."""
 
@@ -174,41 +168,44 @@ class UnreadReplies:
         if transport is None or not (num_bytes := transport.get_write_buffer_size() + num_more):
             yield
             return
-        now_s = asyncio.get_running_loop().time()
-        unread = _Unread(request, num_bytes, current_scope(), client_address(transport), now_s)
-        self.num_bytes += num_bytes
-        if self.num_bytes > self._max_bytes():
-            self._make_room()
-        self._unread[unread] = None  # now, so that it is not disconnected at once
+        unread = http_delivery(request, lambda: num_bytes, current_scope())
+        self.count(unread, num_bytes)
         try:
             yield
         finally:
-            self._remove(unread)
+            self.remove(unread)
+
+    def count(self, unread: Delivery, num_bytes: int) -> None:
+        """Count what waits for a client until `remove`. Another client may be disconnected for it, but not this one."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._max_bytes():
+            self._make_room()
+        self._unread[unread] = num_bytes
+        self.deliveries.add(unread)
+
+    def update(self, unread: Delivery, num_bytes: int) -> None:
+        """So much waits now, unless it was given up."""
+        if unread not in self._unread:
+            return
+        self.num_bytes += num_bytes - self._unread[unread]
+        self._unread[unread] = num_bytes
+        if self.num_bytes > self._max_bytes():
+            self._make_room()
+
+    def remove(self, unread: Delivery) -> None:
+        """Idempotent."""
+        self.num_bytes -= self._unread.pop(unread, 0)
+        self.deliveries.remove(unread)
 
     def _make_room(self) -> None:
-        """Disconnect clients until a part is free again, so that this is not done for each reply."""
-        now_s, most = asyncio.get_running_loop().time(), self._max_bytes()
-        of_client: dict[tuple[bool, str], list[_Unread]] = {}
-        for one in self._unread:
-            of_client.setdefault(one.client, []).append(one)
-        for each in of_client.values():
-            each.sort(key=lambda one: one.rate(now_s), reverse=True)
-        # There may be as many clients as connections, so the first of them is not searched each time.
-        queue = [(client[0], -sum(one.num_bytes for one in each), client) for client, each in of_client.items()]
-        heapq.heapify(queue)
-        while self.num_bytes > most - most // 8 and queue:
-            has_key, size, client = heapq.heappop(queue)
-            victim = of_client[client].pop()
-            if of_client[client]:
-                heapq.heappush(queue, (has_key, size + victim.num_bytes, client))
-            self._remove(victim)
-            victim.transport.abort()
-
-    def _remove(self, unread: _Unread) -> None:
-        """Idempotent."""
-        if unread in self._unread:
-            del self._unread[unread]
-            self.num_bytes -= unread.num_bytes
+        """Disconnect clients until a part is free again, so that this is not done for each reply. None of them has to
+        be slow: what all of them keep is bounded."""
+        most = self._max_bytes()
+        for one in in_turn(self._unread, asyncio.get_running_loop().time()):
+            if self.num_bytes <= most - most // 8:
+                return
+            self.remove(one)
+            self.deliveries.give_up(one)
 
 
 def _body_bytes(response: web.StreamResponse) -> int:

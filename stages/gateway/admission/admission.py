@@ -176,7 +176,7 @@ class Admission:
     def count_log(self, log: "EventLog") -> None:
         """Count the events of a background response, once for all clients that read them: a client that reads slowly
         keeps them although the request is over, and its response perhaps not stored any more."""
-        num_bytes = log.num_bytes if log.num_readers else 0
+        num_bytes = log.num_bytes if log.readers else 0
         self.change_bytes(num_bytes - log.num_counted)
         log.num_counted = num_bytes
 

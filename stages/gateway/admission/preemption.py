@@ -3,10 +3,11 @@
     open ──it is the largest, and not the oldest──► preempted ──there is room, or it is the oldest──► open
                                                         └──────aborted, or its client has left──────► closed
 
-Admission checks what a request keeps at its start; output may grow beyond the limit. Then the request with the most
-output is preempted: schedule forgets it. Its client waits and loses nothing. Of a stream the gateway keeps the ids, and
-of a reply that is sent as a whole only those of complete sequences: the others are generated again, with the same seed.
-It is submitted again with the next attempt, as after the death of a stage.
+Admission checks what a request keeps at its start; output may grow beyond the limit. Then slow clients lose what waits
+for them (unread.py), and if that is not enough, the request with the most output is preempted: schedule forgets it. Its
+client waits and loses nothing. Of a stream the gateway keeps the ids, and of a reply that is sent as a whole only those
+of complete sequences: the others are generated again, with the same seed. It is submitted again with the next attempt,
+as after the death of a stage.
 
 The oldest request that generates is not preempted, unless complete replies that wait for their clients take its room,
 and no request that exceeds the limit alone is admitted. So each becomes the oldest and ends. A small request is seldom
@@ -41,7 +42,7 @@ class Preemption:
     def __init__(self, stage: "Stage[m.GatewayInbox]", table: RequestTable) -> None:
         self._stage = stage
         self._table = table
-        table.on_room = self.update_soon
+        table.on_room = table.unread.deliveries.on_sample = self.update_soon
         self._waiting: dict[int, int] = {}
         """Preempted prompt requests, the oldest attempt first, with the bytes that each had given back."""
         self._returning: dict[int, int] = {}
@@ -61,11 +62,18 @@ class Preemption:
 
     def _update(self) -> None:
         self._is_due = False
-        admission = self._table.admission
+        admission, unread = self._table.admission, self._table.unread_output
+        unread.free(lambda: admission.num_bytes + self._num_wanted <= admission.max_bytes)
         if admission.num_bytes > admission.max_bytes:
             self._make_room()
         elif self._waiting:
             self._resume()
+
+    @property
+    def _num_wanted(self) -> int:
+        """Bytes that the first of those that wait needs, besides the ones that have come back."""
+        num_bytes = next(iter(self._waiting.values()), 0)
+        return num_bytes + 1 + self._num_returning() if num_bytes else 0
 
     # ----------------------------------------------------------------------------------------------------- make room
 

@@ -139,9 +139,15 @@ class Api(Applications):
         try:
             if request.parsed.stream:
                 return await response_writer.send_stream(
-                    http_request, request, self._slow_client_timeout_s, self._sse_keep_alive_s
+                    http_request,
+                    request,
+                    self._slow_client_timeout_s,
+                    self._sse_keep_alive_s,
+                    self._requests.unread_output,
                 )
-            return await response_writer.send_whole(http_request, request, self._slow_client_timeout_s, body_of)
+            return await response_writer.send_whole(
+                http_request, request, self._slow_client_timeout_s, self._requests.unread_output, body_of
+            )
         except ConnectionError:
             return web.Response()  # the client has disconnected
         finally:

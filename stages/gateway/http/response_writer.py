@@ -5,13 +5,15 @@
 If a client keeps up, its events are written as soon as their output arrives, and its task sleeps. If more than
 HIGH_BYTES are buffered in the transport, the task waits until they are sent; meanwhile its output stays in its request,
 bounded by the longest sequence, and is merged into one event. So a slow client delays its own task only. A client that
-reads nothing for `gateway.slow_client_timeout_s`, or at most twice that, is disconnected, and its request is aborted.
+reads nothing for `gateway.slow_client_timeout_s`, or at most twice that, is disconnected, and its request is aborted;
+one that reads too slowly while others need its room, too (stages/gateway/admission/unread.py).
 When a response is complete, the kernel has all of it.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ from pipeline.http_server.sockets.slow_clients import (
 )
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.stages.gateway.admission.unread import UnreadOutput
 from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
@@ -51,15 +54,52 @@ LARGE_CHARS = 10_000
 """Text from which parsing it for calls and reasoning may take more than about 5 ms."""
 
 
+class Backlog:
+    """Notes since when the output of a stream waits for its client, from the first write on that the client has not
+    taken when there is more."""
+
+    def __init__(self, http_request: web.BaseRequest, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """`waiting` makes the note."""
+        self._http_request = http_request
+        self._waiting = waiting
+        self._stack = contextlib.ExitStack()
+        self._is_on = False
+
+    def __enter__(self) -> "Backlog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self, *, is_rest: bool) -> None:
+        """Something will be written. `is_rest`: it was there when the last write began, and waited for that."""
+        transport = self._http_request.transport
+        if not is_rest and transport is not None and not transport.get_write_buffer_size():
+            self.end()
+        if not self._is_on:
+            self._stack.enter_context(self._waiting())
+            self._is_on = True
+
+    def end(self) -> None:
+        """The client has taken everything. Idempotent."""
+        self._is_on = False
+        self._stack.close()
+
+
 async def send_whole(
-    http_request: web.Request, request: Request, timeout_s: float, body_of: Callable[[Request], bytes] | None = None
+    http_request: web.Request,
+    request: Request,
+    timeout_s: float,
+    unread: UnreadOutput,
+    body_of: Callable[[Request], bytes] | None = None,
 ) -> web.StreamResponse:
-    """Wait until a request has finished and send its response, from `body_of` or in the shape of its route. Raises
-    ApiError if it fails, ConnectionError as `send`."""
+    """Wait until a request has finished and send its response, from `body_of` or in the shape of its route. The client
+    may lose it in `unread`. Raises ApiError if it fails, ConnectionError as `send`."""
     await request.until(lambda: request.is_finished)
     body = body_of(request) if body_of is not None else request.log_output("whole", await whole_body(request))
     response = web.Response(body=body, content_type="application/json", headers=_headers(request))
-    await send(http_request, response, timeout_s)
+    with unread.waiting(http_request, request):
+        await send(http_request, response, timeout_s)
     return response
 
 
@@ -104,11 +144,11 @@ async def last_events(request: Request, events: ReplyEvents) -> bytes:
 
 
 async def send_stream(
-    http_request: web.Request, request: Request, timeout_s: float, keep_alive_s: float
+    http_request: web.Request, request: Request, timeout_s: float, keep_alive_s: float, unread: UnreadOutput
 ) -> web.StreamResponse:
     """Send the events of a request as its output arrives, with a keep-alive in each silence of `keep_alive_s` (0:
-    never). Raises ApiError if it fails before the headers are sent; later errors are events. Raises ConnectionError as
-    `send`."""
+    never). The client may lose it in `unread`. Raises ApiError if it fails before the headers are sent; later errors
+    are events. Raises ConnectionError as `send`."""
     await _begun(request)
     dialect = request.parsed.dialect
     if not dialect.keep_alive:
@@ -137,23 +177,29 @@ async def send_stream(
         transport = http_request.transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
+        backlog.end()
         if data := due():
             _write(http_request, response, data)
         return not (events.has_more or events.are_over)
 
-    with SlowClientTimeout(http_request, timeout_s):
+    with (
+        SlowClientTimeout(http_request, timeout_s),
+        Backlog(http_request, lambda: unread.waiting(http_request, request)) as backlog,
+    ):
         if BEGUN not in http_request:
             await response.prepare(http_request)
             http_request.writer.send_headers()
+        is_rest = False
         data = due(b"" if is_continued else events.first())
         with KeepAlive(
             http_request, keep_alive_s, lambda: _write(http_request, response, dialect.keep_alive)
         ) as keep_alive:
             while not events.are_over:
                 if data:
+                    backlog.begin(is_rest=is_rest)
                     await _write_all(http_request, response, data, keep_alive)
                 try:
-                    if events.has_more:
+                    if is_rest := events.has_more:
                         await asyncio.sleep(0)
                     else:
                         await request.change(push)
@@ -163,6 +209,7 @@ async def send_stream(
                 data = due()
             else:
                 data += await last_events(request, events)
+            backlog.begin(is_rest=True)
             if len(data) > HIGH_BYTES:
                 await _write_all(http_request, response, data, keep_alive)
                 data = b""
@@ -179,27 +226,32 @@ async def send_log(
     timeout_s: float,
     keep_alive_s: float,
     unread: UnreadReplies,
+    waiting: Callable[[], AbstractContextManager[None]],
 ) -> web.StreamResponse:
     """Send the events of a background response from the position `first` on, as they arrive, with keep-alives as
     `send_stream`; only the headers if the method is HEAD. What the client does not take counts in `unread`,
-    besides the log. Raises ConnectionError as `send`."""
+    besides the log, and `waiting` notes since when. Raises ConnectionError as `send`."""
     headers = {"Content-Type": EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
     response = web.StreamResponse(headers=headers)
     if http_request.method == "HEAD":
         await send(http_request, response, timeout_s)
         return response
-    with SlowClientTimeout(http_request, timeout_s):
+    with SlowClientTimeout(http_request, timeout_s), Backlog(http_request, waiting) as backlog:
         await response.prepare(http_request)
         http_request.writer.send_headers()
+        is_rest = False
         with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, COMMENT)) as keep_alive:
             while first < len(log) or not log.is_over:
                 data, first = log.read(first)
                 if data:
+                    backlog.begin(is_rest=is_rest)
+                    is_rest = first < len(log)
                     # A large event is the log's own, which `count_log` counts: only a piece of it is copied.
                     with unread.counted(http_request, min(len(data), HIGH_BYTES + PIECE_BYTES)):
                         await _write_all(http_request, response, data, keep_alive)
                 else:
                     await log.more(first)
+        backlog.begin(is_rest=True)
         await response.write_eof()
         await flushed(http_request)
     return response

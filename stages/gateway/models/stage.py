@@ -23,7 +23,6 @@ from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.sockets import descriptors
-from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -44,6 +43,7 @@ from pipeline.runtime.process.descriptors import renumbered
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.stages.gateway.admission.unread import unread_replies
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models.app import ModelsApp
 from pipeline.stages.gateway.models.packet_sender import PacketSender
@@ -85,6 +85,7 @@ class ModelGateways:
         self._sender = PacketSender(self._socket)
         self._table = ModelTable(self._accounts, self._sender.send, launch.settings.gateway)
         self._app = ModelsApp(self._table, launch.settings, self._accounts)
+        self._unread = unread_replies(launch.settings, self._log)
         self._stages: dict[int, asyncio.Task[None]] = {}
         """By the supervisor's number."""
         self._blocking = WorkPool("closing stages", max_threads=MAX_CLOSING)
@@ -134,11 +135,8 @@ class ModelGateways:
 
     async def _start_http(self) -> None:
         settings = self._launch.settings
-        unread = UnreadReplies(
-            lambda: max_unread_bytes(topology.max_open_bytes_of_one(settings)), settings.gateway.slow_client_timeout_s
-        )
         self._http_port, self._http = self._app.listeners(
-            self._launch, settings, self._accounts.keys, unread, self.refusal_log, self.access_log
+            self._launch, settings, self._accounts.keys, self._unread, self.refusal_log, self.access_log
         )
         for listener in self._http:
             await listener.start()
@@ -177,6 +175,7 @@ class ModelGateways:
                 self._accounts,
                 gateway.max_body_bytes,
                 tasks,
+                self._unread,
                 self._accounts.keys,
                 needs_key=address.startswith("tcp://"),  # only processes of this user can connect to ipc
                 access_log=self.access_log,

@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from pipeline.http_server.access.key_accounts import KeyAccounts
-from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime import messages as m
-from pipeline.runtime import topology
 from pipeline.runtime.log.event_log import EventLog
 from pipeline.runtime.log.limited_log import LimitedLog
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admission import open_bytes
 from pipeline.stages.gateway.admission.admission import Admission
-from pipeline.stages.gateway.admission.shares import check_share
+from pipeline.stages.gateway.admission.unread import UnreadOutput, unread_replies
 from pipeline.stages.gateway.admission.usage import RequestUsage, usage_of
 from pipeline.stages.gateway.errors import ApiError, overloaded, timeout_error
 from pipeline.stages.gateway.metrics import GatewayMetrics
@@ -58,11 +56,9 @@ class RequestTable:
         self._table: dict[int, PromptRequest] = {}
         self._abort_ids = AbortIds()
         self.admission = Admission.of(stage.settings)
-        self.unread = UnreadReplies(
-            lambda: max_unread_bytes(topology.max_open_bytes_of_one(stage.settings)),
-            stage.settings.gateway.slow_client_timeout_s,
-        )
+        self.unread = unread_replies(stage.settings, stage.log)
         """Replies that clients have not taken, besides those of open requests."""
+        self.unread_output = UnreadOutput(self, self.unread.deliveries)
         self.on_room: Callable[[], None] = lambda: None
         """Called when a request is removed while others wait for its bytes."""
         self.hidden_size: int | None = None
@@ -80,7 +76,7 @@ class RequestTable:
         self.limited_log = LimitedLog(stage.log)
         self.recent = RecentRequests()
         stage.control_requests.own_counts = lambda: self.metrics.counts(
-            self.num_open, self.admission, self.unread.num_bytes
+            self.num_open, self.admission, self.unread.num_bytes, self.unread.deliveries.num_given_up
         )
         stage.control_requests.find_request = self.recent.find
 
@@ -133,7 +129,7 @@ class RequestTable:
         admitted."""
         self._check_late_stages(generates=False)
         try:
-            self.admission.check_room(time.monotonic(), body_bytes)
+            self.unread_output.check_room(body_bytes)
         except ApiError as error:
             self.refusals.overloaded(error)
             raise
@@ -225,9 +221,7 @@ class RequestTable:
             parsed = open_bytes.bounded(
                 parsed, admission.max_request_bytes, self.hidden_size, admission.max_prompt_tokens
             )
-            num_sequences = len(parsed.prompts) * parsed.num_sequences
-            admission.admit(num_sequences, num_tokens, now_s, num_bytes, num_output_bytes)
-            check_share(admission, self.accounts.keys, parsed, num_tokens, self._table.values())
+            self.unread_output.admit(parsed, num_tokens, now_s, num_bytes, num_output_bytes)
             usage = usage_of(self.accounts, parsed, num_tokens)
         except ApiError as error:
             self._stage.replay_context.event("refused", self.num_opened, error.message.encode())

@@ -321,8 +321,12 @@ class ZmtpListener:
         self._write(connection, zmtp.message(data))
         return "sent"
 
+    def num_unsent(self, connection: Connection) -> int:
+        """Bytes that the kernel has not taken."""
+        return 0 if connection.transport is None else connection.transport.get_write_buffer_size()
+
     def _is_full(self, connection: Connection) -> bool:
-        return connection.transport is not None and connection.transport.get_write_buffer_size() > SEND_BOUND_BYTES
+        return self.num_unsent(connection) > SEND_BOUND_BYTES
 
     def _write(self, connection: Connection, data: bytes) -> None:
         if connection.transport is not None and not connection.transport.is_closing():

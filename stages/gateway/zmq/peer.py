@@ -34,6 +34,8 @@ class ClientPeer:
         self.pending: deque[bytes] = deque()
         """Small messages that the full connection did not take. Those with output or ids wait in their streams."""
         self.pending_bytes = 0
+        self.num_given = 0
+        """Bytes of all messages that its connection was given."""
         self.full_s: float | None = None
         """When the connection became full."""
         self.parsing: asyncio.Task[None] | None = None

@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from pipeline.client import protocol as p
+from pipeline.http_server.sockets.deliveries import Client, client_of
+from pipeline.http_server.sockets.slow_clients import UnreadReplies
 from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.listener import ZmtpListener
 from pipeline.stages.gateway.zmq.peer import ClientPeer
+from pipeline.stages.gateway.zmq.serving.unread_messages import UnreadMessages
 
 MAX_RETRY_S = 0.3
 """Longest delay before a full connection is tried again."""
@@ -26,36 +29,40 @@ class PeerSender:
         self,
         listener: ZmtpListener,
         peers: Mapping[Connection, ClientPeer],
+        unread: UnreadReplies,
         *,
         on_stuck: Callable[[ClientPeer], None],
         on_crowded: Callable[[ClientPeer], None],
     ) -> None:
-        """`on_stuck` is called with a peer that has too many messages waiting, `on_crowded` with one that must go
-        because those of all peers take too much room. Both must disconnect it."""
+        """`unread` counts what connections have not sent. `on_stuck` is called with a peer that has too many messages
+        waiting, `on_crowded` with one that must go because those of all peers take too much room. Both must disconnect
+        it."""
         self._listener = listener
         self._peers = peers
         self._on_stuck = on_stuck
         self._on_crowded = on_crowded
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder()
+        self._unread = UnreadMessages(listener, unread, on_crowded)
         self.num_pending_bytes = 0
         """Of all peers."""
 
-    def send(self, peer: ClientPeer, message: p.ServerMessage) -> bool:
-        """Send now, or return False; the peer's streams are woken when it may take more."""
+    def send(self, peer: ClientPeer, message: p.ServerMessage) -> int:
+        """Send now and return the message's bytes, or 0; the peer's streams are woken when it may take more."""
         if peer.full_s is not None:
-            return False
-        if self._listener.send(peer.connection, self._encoder.encode(message)) == "full":
+            return 0
+        data = self._encoder.encode(message)
+        if self._listener.send(peer.connection, data) == "full":
             self._is_full(peer)
-            return False
-        peer.sent()
-        return True  # or it is gone, and the listener says so next
+            return 0
+        self._given(peer, data)
+        return len(data)  # or it is gone, and the listener says so next
 
     def post(self, peer: ClientPeer, message: p.ServerMessage) -> None:
         """Send now or as soon as the connection takes it, in order."""
         data = self._encoder.encode(message)
         if peer.full_s is None and self._listener.send(peer.connection, data) != "full":
-            peer.sent()
+            self._given(peer, data)
             return
         peer.pending.append(data)
         self._count(peer, len(data))
@@ -75,8 +82,8 @@ class PeerSender:
         while peer.pending:
             if self._listener.send(peer.connection, peer.pending[0]) == "full":
                 return False
-            peer.sent()
-            self._count(peer, -len(peer.pending.popleft()))
+            self._given(peer, data := peer.pending.popleft())
+            self._count(peer, -len(data))
         peer.full_s = None
         return True
 
@@ -84,8 +91,14 @@ class PeerSender:
         """Drop what waits for a peer that leaves."""
         peer.pending.clear()
         self._count(peer, -peer.pending_bytes)
+        self._unread.forget(peer)
         if peer.retry is not None:
             peer.retry.cancel()
+
+    def _given(self, peer: ClientPeer, data: bytes) -> None:
+        """A peer's connection has taken a message."""
+        peer.sent()
+        self._unread.given(peer, len(data))
 
     def _count(self, peer: ClientPeer, num_bytes: int) -> None:
         peer.pending_bytes += num_bytes
@@ -128,7 +141,11 @@ class PeerChannel:
     def is_full(self) -> bool:
         return self._peer.full_s is not None
 
-    def send(self, message: p.ServerMessage) -> bool:
+    @property
+    def client(self) -> Client:
+        return client_of(self._peer.scope, self._peer.connection.address)
+
+    def send(self, message: p.ServerMessage) -> int:
         return self._sender.send(self._peer, message)
 
     def post(self, message: p.ServerMessage) -> None:

@@ -4,9 +4,9 @@ by the same rules.
     client ──Hello, Generate, Abort, Credit, Ping──► ZmqServer ──► RequestTable.open ──► the stages
     client ◄──Accepted, Delta, Finished, Failed──── ZmqStream ◄──wake── RequestTable
 
-Everything that a client can make the gateway keep is bounded: messages (their size and number), connections (hello in
-time, then heartbeats), requests (the gateway's credits), and output (deltas merge, other messages have a bound). A
-client that violates the protocol gets one error and loses its connection; other clients are not affected.
+Everything that a client can make the gateway keep is bounded: messages (their size and number), connections, requests
+(the gateway's credits), and output (deltas merge, other messages have a bound). A client that violates the protocol
+gets one error and loses its connection; other clients are not affected.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from pipeline.http_server.access.guard import unauthorized
 from pipeline.http_server.access.key_accounts import KeyAccounts
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
+from pipeline.http_server.sockets.slow_clients import UnreadReplies
 from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.errors import ApiError, overloaded
@@ -63,6 +64,7 @@ class ZmqServer:
         accounts: KeyAccounts,
         max_message_bytes: int,
         tasks: asyncio.TaskGroup,
+        unread: UnreadReplies,
         keys: Keys | None = None,
         needs_key: bool = True,
         addresses: Sequence[str] = (),
@@ -70,15 +72,13 @@ class ZmqServer:
         access_log: AccessLog | None = None,
     ) -> None:
         """Listen. `choose` finds a connection's model. With `keys` and `needs_key`, clients must send one of them.
-        `addresses` are of all gateways, and `gateway` is this one's index. Raises UserError if it can't listen."""
-        self._choose, self._accounts = choose, accounts
-        self._max_message_bytes, self._tasks = max_message_bytes, tasks
-        self._keys, self._needs_key = keys, needs_key
+        `addresses` are of all gateways, `gateway` is this one's index, and `unread` counts messages that connections
+        have not sent. Raises UserError if it can't listen."""
+        self._choose, self._accounts, self._tasks = choose, accounts, tasks
+        self._max_message_bytes, self._keys, self._needs_key = max_message_bytes, keys, needs_key
         self.addresses = list(addresses) or [address]
         """Of all gateways. A client learns them when it connects."""
-        self._gateway = gateway
-        self._server_log = ServerLog(access_log)
-        self._is_closed = False
+        self._gateway, self._server_log, self._is_closed = gateway, ServerLog(access_log), False
         self._loop, self._log = asyncio.get_running_loop(), logging.getLogger("pipeline")
         self._decoder: MessageDecoder[ReceivedMessage] = MessageDecoder(ReceivedMessage)
         self._peers: dict[Connection, ClientPeer] = {}
@@ -94,7 +94,9 @@ class ZmqServer:
             on_crowded=self._make_room,
             on_end=self._ended,
         )
-        self._sender = PeerSender(self._socket, self._peers, on_stuck=self._disconnect, on_crowded=self._end_crowded)
+        self._sender = PeerSender(
+            self._socket, self._peers, unread, on_stuck=self._disconnect, on_crowded=self._end_crowded
+        )
         self._sweeper = Sweeper(self._socket, self._peers, drop=self._drop, disconnect=self._disconnect)
         self._large_messages = LargeMessages(self._decode)
 
@@ -242,8 +244,7 @@ class ZmqServer:
         if not peer.model.is_loaded:
             self._wait(peer, request_id, lambda: self._handle(peer, message, data), len(data))
             return
-        begin_s = self._loop.time()
-        account = self._accounts.of_scope(peer.scope)
+        begin_s, account = self._loop.time(), self._accounts.of_scope(peer.scope)
         try:
             peer.model.readiness.require_ready()
             if account is not None:
@@ -253,11 +254,10 @@ class ZmqServer:
             if isinstance(parsed, ApiError):  # not raised: its traceback would keep this frame and the message
                 self._refused(peer, message, begin_s, parsed)
                 return
-            limits = self._limits_of(peer)
+            limits, requests = self._limits_of(peer), peer.model.requests
             received = Received(
                 api=ZMQ, body=bytes(data), scope=peer.scope, models=limits.allowed, adapter=adapter_of(parsed)
             )
-            requests = peer.model.requests
             request = requests.open(received.complete(parsed, limits), received)
         except ApiError as error:
             self._refused(peer, message, begin_s, error)
@@ -361,8 +361,8 @@ class ZmqServer:
 
     def _ended(self, connection: Connection) -> None:
         """A connection has ended."""
-        if (peer := self._peers.get(connection)) is not None:
-            self._release(peer)
+        if connection in self._peers:
+            self._release(self._peers[connection])
 
     # ------------------------------------------------------------------------------------------------------- close
 

@@ -1,7 +1,8 @@
 """One request over ZeroMQ, from its acceptance to its end.
 
 Output without credit, or that a full connection does not take, stays in the request and is merged, bounded by the
-longest sequence. Other requests do not wait. A client that does not take its output for too long loses the request.
+longest sequence. Other requests do not wait. A client that does not take its output for too long loses the request, and
+one that takes it too slowly while others need its room, too (stages/gateway/admission/unread.py).
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from pipeline.client import protocol as p
+from pipeline.http_server.sockets.deliveries import MIN_BYTES_PER_S, Client, Delivery
 from pipeline.runtime import messages as m
 from pipeline.runtime.process import suspension
 from pipeline.runtime.token_outputs import logprob_bytes
@@ -35,8 +37,12 @@ class ClientChannel(Protocol):
     def is_full(self) -> bool:
         """Whether the connection takes nothing now. Streams are woken when this becomes false."""
 
-    def send(self, message: p.ServerMessage) -> bool:
-        """Send it, or return False if the connection is full."""
+    @property
+    def client(self) -> Client:
+        """The receiver."""
+
+    def send(self, message: p.ServerMessage) -> int:
+        """Send it. Returns the bytes that it has, or 0 if the connection is full."""
 
     def post(self, message: p.ServerMessage) -> None:
         """Send it now or later, in order. What waits is not counted by admission, so it must be small."""
@@ -69,6 +75,11 @@ class ZmqStream:
         self._failure: ApiError | None = None
         self._stalled_s: float | None = None
         """Since when output waits for the client."""
+        self._num_sent = 0
+        """Bytes of all its messages."""
+        self._client: Client = False, ""
+        self._delivery: Delivery | None = None
+        """From the first output on that waited, until all of it was sent."""
 
     def _take(self, sequences: list[SequenceOutput]) -> None:
         """Send these sequences."""
@@ -106,7 +117,7 @@ class ZmqStream:
 
     async def run(self, channel: ClientChannel) -> None:
         """Write until the request has ended. If cancelled, no end is sent: the client has disconnected."""
-        request = self.request
+        request, self._client = self.request, channel.client
         try:
             await request.until(
                 lambda: request.is_accepted or request.is_finished or self._is_aborted or self._failure is not None
@@ -127,15 +138,17 @@ class ZmqStream:
             self.has_ended = True
         except ApiError as error:
             self.error, self.has_ended = error, True
-            self._send_due(channel)
+            if not request.is_released:
+                self._send_due(channel)
             channel.post(p.Failed(self.request_id, on_the_wire(error)))
         finally:
+            self._delivered()
             self._requests.release(request)
 
     async def _send(self, channel: ClientChannel, message: Callable[[], p.ServerMessage]) -> None:
         """Send a message when the connection takes it. Until then the request has what the message is made of, so that
         admission counts it. Raises ApiError as `_write`."""
-        while channel.is_full or not channel.send(message()):
+        while channel.is_full or not self._sends(channel, message()):
             if self._failure is not None:
                 raise self._failure
             if self._is_aborted:
@@ -164,12 +177,17 @@ class ZmqStream:
         probabilities. Returns whether a delta was sent."""
         if not self._is_due or not self._num_credits or channel.is_full:
             return False
-        if not channel.send(self._next()):
+        if not self._sends(channel, self._next()):
             return False
         self._sent()
         self._num_credits -= 1
         self._stalled_s = None
         return True
+
+    def _sends(self, channel: ClientChannel, message: p.ServerMessage) -> bool:
+        num_bytes = channel.send(message)
+        self._num_sent += num_bytes
+        return num_bytes > 0
 
     def _next(self) -> p.Delta:
         """The next delta."""
@@ -199,8 +217,13 @@ class ZmqStream:
         now_s = asyncio.get_running_loop().time()
         if not is_due:
             self._stalled_s = None
+            self._delivered()
         elif self._stalled_s is None:
             self._stalled_s = now_s
+        if is_due and self._delivery is None:
+            self._delivery = self._requests.unread_output.add(
+                self._client, lambda: self._num_sent, self.request, self._lose
+            )
         due_s = None if self._stalled_s is None else self._stalled_s + STALL_S
         try:
             async with asyncio.timeout_at(due_s):
@@ -211,6 +234,16 @@ class ZmqStream:
                 return
             message = f"the client granted no credit, or read nothing, for {STALL_S:g} s"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="stalled") from None
+
+    def _delivered(self) -> None:
+        if self._delivery is not None:
+            self._requests.unread_output.remove(self._delivery)
+            self._delivery = None
+
+    def _lose(self) -> None:
+        """Others need the room of what waits for the client."""
+        message = f"the client took output slower than {MIN_BYTES_PER_S} bytes/s while others needed its room"
+        self.fail(ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="stalled"))
 
     @property
     def _is_due(self) -> bool:

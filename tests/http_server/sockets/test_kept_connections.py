@@ -18,6 +18,7 @@ from pipeline.http_server.listener import MAX_PIPELINED, HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.sockets.connections import HttpConnections
+from pipeline.http_server.sockets.deliveries import Deliveries
 from pipeline.http_server.sockets.slow_clients import UnreadReplies
 from pipeline.runtime.security.tls import server_context
 from tests.rig import PATIENCE_S
@@ -59,7 +60,7 @@ async def serving(
         max_header_bytes=MAX_HEADER_BYTES,
         tls=tls,
         connections=HttpConnections() if connections is None else connections,
-        unread=UnreadReplies(lambda: 2**26, 60.0),
+        unread=UnreadReplies(lambda: 2**26, 60.0, Deliveries(logging.getLogger("test"))),
     )
     address = sock.getsockname()
     await listener.start()

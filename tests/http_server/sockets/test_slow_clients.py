@@ -1,6 +1,7 @@
 """Who loses connections if clients do not take their replies."""
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -8,10 +9,12 @@ import pytest
 from aiohttp import web
 
 from pipeline.http_server.sockets import slow_clients
+from pipeline.http_server.sockets.deliveries import Deliveries
 from pipeline.http_server.sockets.slow_clients import UnreadReplies
 from tests.rig import PATIENCE_S
 
 KIB = 1024
+LOG = logging.getLogger("test")
 
 
 class Connection:
@@ -37,7 +40,7 @@ class Replies:
     """Replies that clients do not take."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> None:
-        self.unread = UnreadReplies(lambda: max_bytes, 60)
+        self.unread = UnreadReplies(lambda: max_bytes, 60, Deliveries(LOG))
         self._scope = ""
         monkeypatch.setattr(slow_clients, "current_scope", lambda: self._scope)
         self._held: list[Any] = []
@@ -111,7 +114,7 @@ async def test_the_transport_gets_a_large_body_in_pieces() -> None:
         transport.write = counted  # type: ignore[method-assign]
         return response
 
-    unread = UnreadReplies(lambda: len(body), PATIENCE_S)
+    unread = UnreadReplies(lambda: len(body), PATIENCE_S, Deliveries(LOG))
     runner = web.ServerRunner(web.Server(unread.wrap(answer)))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

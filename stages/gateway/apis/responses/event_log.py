@@ -27,7 +27,7 @@ class EventLog:
         """Size of the events, each with what an object takes."""
         self.is_over = False
         """No more events follow."""
-        self.num_readers = 0
+        self.readers: set[object] = set()
         """Clients that read it now. They keep it, also when its response is stored no more."""
         self.num_counted = 0
         """Bytes that admission counts for them."""

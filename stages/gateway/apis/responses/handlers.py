@@ -116,9 +116,15 @@ class ResponsesApi:
         try:
             if request.parsed.stream:
                 return await response_writer.send_stream(
-                    http_request, request, self._slow_client_timeout_s, self._sse_keep_alive_s
+                    http_request,
+                    request,
+                    self._slow_client_timeout_s,
+                    self._sse_keep_alive_s,
+                    self._requests.unread_output,
                 )
-            return await response_writer.send_whole(http_request, request, self._slow_client_timeout_s)
+            return await response_writer.send_whole(
+                http_request, request, self._slow_client_timeout_s, self._requests.unread_output
+            )
         except ApiError as error:
             raise renamed(error) from error
         except ConnectionError:
@@ -266,8 +272,14 @@ class ResponsesApi:
         self, http_request: web.Request, log: EventLog, first: int, response_id: str
     ) -> web.StreamResponse:
         """Send the events of a background response from the position `first` on. It goes on without the client."""
-        log.num_readers += 1
-        self._requests.admission.count_log(log)
+        admission, reader = self._requests.admission, object()
+        log.readers.add(reader)
+        admission.count_log(log)
+
+        def stop() -> None:
+            log.readers.discard(reader)
+            admission.count_log(log)
+
         try:
             return await response_writer.send_log(
                 http_request,
@@ -277,12 +289,12 @@ class ResponsesApi:
                 self._slow_client_timeout_s,
                 self._sse_keep_alive_s,
                 self._requests.unread,
+                lambda: self._requests.unread_output.waiting_log(http_request, log, stop),
             )
         except ConnectionError:
             return web.Response()  # the client has disconnected
         finally:
-            log.num_readers -= 1
-            self._requests.admission.count_log(log)
+            stop()
 
     def cancel_background(self, error: ApiError) -> int:
         """End all background responses with an error: the server stops. Returns their number."""

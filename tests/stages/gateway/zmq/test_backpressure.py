@@ -215,7 +215,7 @@ class TestSlowClients:
             sender.forget(peers.pop(peer.connection))
 
         full = SimpleNamespace(send=lambda connection, data: "full")
-        sender = peer_sender.PeerSender(cast(Any, full), peers, on_stuck=end, on_crowded=end)
+        sender = peer_sender.PeerSender(cast(Any, full), peers, cast(Any, None), on_stuck=end, on_crowded=end)
         smallest = len(msgspec.msgpack.encode(p.Error(p.Failure(400, "x" * 256)))) - 256
         for name, peer in list(peers.items()):
             peer.scope = name.split()[0]
