@@ -28,6 +28,9 @@ class RouteOptions:
     scoring: str
     normalized: bool
     scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    best_of_group: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tenso
     logits = logits[:, : form.num_experts].float()
     scores = row_by_row(torch.sigmoid, logits) if form.scoring == "sigmoid" else torch.softmax(logits, dim=-1)
     ranked = scores if selection_bias is None else scores + selection_bias
+    if form.num_groups > 1:
+        ranked = _in_best_groups(ranked, form)
     order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : chosen.shape[1]]
     picked = scores.gather(1, order)
     if form.normalized:
@@ -82,6 +87,15 @@ def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tenso
         )
     chosen.copy_(order)
     weights.copy_(picked * form.scale)
+
+
+def _in_best_groups(ranked: Tensor, form: RouteOptions) -> Tensor:
+    """The scores [T, E]; -inf for experts outside a token's best groups. Among equal groups, the first is better."""
+    groups = ranked.view(len(ranked), form.num_groups, -1)
+    sums = groups.topk(form.best_of_group, dim=-1).values.sum(dim=-1)
+    best = torch.sort(sums, dim=-1, descending=True, stable=True).indices[:, : form.groups_per_token]
+    is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, True)
+    return groups.masked_fill(~is_best[..., None], -torch.inf).view_as(ranked)
 
 
 def experts(
@@ -125,7 +139,11 @@ def route_reference(
     for row in logits.double():
         scores = 1 / (1 + torch.exp(-row)) if form.scoring == "sigmoid" else torch.exp(row) / torch.exp(row).sum()
         ranked = scores if selection_bias is None else scores + selection_bias.double()
-        order = sorted(range(len(row)), key=lambda i: (-float(ranked[i]), i))[:num]
+        size = len(row) // form.num_groups
+        groups = [sorted(map(float, ranked[at : at + size]), reverse=True) for at in range(0, len(row), size)]
+        by_score = sorted(range(form.num_groups), key=lambda i: (-sum(groups[i][: form.best_of_group]), i))
+        allowed = by_score[: form.groups_per_token]
+        order = sorted(range(len(row)), key=lambda i: (i // size not in allowed, -float(ranked[i]), i))[:num]
         picked = [float(scores[i]) for i in order]
         total = sum(picked) if form.normalized else 1.0
         chosen.append(order)

@@ -21,6 +21,9 @@ struct RouteOptions {
     int normalized;
     float scale;
     const float* selection_bias;
+    int groups;  // of adjacent experts; with more than one, a token's experts are in the best `groups_per_token`
+    int groups_per_token;
+    int best_of_group;  // a group is as good as its best expert (1), or as the sum of its two best (2)
 };
 
 // Rows of tokens, copied to their places in expert order.
@@ -47,7 +50,7 @@ class Route final : public Op {
 
     int tiles(const Step& step) const override { return step.tokens ? 1 : 0; }
 
-    size_t scratch_bytes() const override { return size_t(3) * padded() * 4; }
+    size_t scratch_bytes() const override { return size_t(4) * padded() * 4; }
 
     void tile(const Step& step, int, const Scratch& scratch) override {
         float* scores = reinterpret_cast<float*>(scratch.memory);
@@ -67,7 +70,7 @@ class Route final : public Op {
 
     void choose(int token, float* scores) {
         const int experts = routing.experts, count = routing.per_token, width = padded();
-        float *ranks = scores + width, *best = ranks + width;
+        float *ranks = scores + width, *best = ranks + width, *groups = best + width;
         const float* logits = logits_ + size_t(token) * stride_;
         memcpy(scores, logits, experts * 4);
         std::fill(scores + experts, scores + width, -INFINITY);
@@ -87,9 +90,12 @@ class Route final : public Op {
             for (int i = 0; i < width; i += LANES) store(scores + i, sigmoid(load<vf>(scores + i)));
         }
         // Logits rank as softmax scores do, and those of unlikely experts differ where scores are all zero.
-        memcpy(ranks, form_.scoring == Scoring::SOFTMAX && !form_.selection_bias ? logits : scores, experts * 4);
+        const bool has_groups = form_.groups > 1, is_single = !has_groups || form_.best_of_group == 1;
+        const bool by_logits = form_.scoring == Scoring::SOFTMAX && !form_.selection_bias && is_single;
+        memcpy(ranks, by_logits ? logits : scores, experts * 4);
         if (form_.selection_bias)
             for (int i = 0; i < experts; i++) ranks[i] += form_.selection_bias[i];
+        if (has_groups) keep_best_groups(ranks, groups);
         int32_t* chosen = chosen_.data() + size_t(token) * count;
         int num = 0;
         for (int i = 0; i < experts; i++) {
@@ -103,6 +109,29 @@ class Route final : public Op {
         for (int i = 0; i < count; i++) total += scores[chosen[i]];
         if (!form_.normalized) total = 1;
         for (int i = 0; i < count; i++) weights[i] = scores[chosen[i]] / total * form_.scale;
+    }
+
+    // Experts of other groups get the lowest rank. Among equal groups, the first is better.
+    void keep_best_groups(float* ranks, float* sums) const {
+        const int num = form_.groups, size = routing.experts / num;
+        for (int group = 0; group < num; group++) {
+            const float* of_group = ranks + group * size;
+            float first = -INFINITY, second = -INFINITY;
+            for (int i = 0; i < size; i++) {
+                if (of_group[i] > first)
+                    second = first, first = of_group[i];
+                else if (of_group[i] > second)
+                    second = of_group[i];
+            }
+            sums[group] = form_.best_of_group > 1 ? first + second : first;
+        }
+        for (int group = 0; group < num; group++) {
+            int better = 0;
+            for (int i = 0; i < num; i++)
+                better += sums[i] > sums[group] || (sums[i] == sums[group] && i < group);
+            if (better >= form_.groups_per_token)
+                std::fill(ranks + group * size, ranks + (group + 1) * size, -INFINITY);
+        }
     }
 
     // By counting.

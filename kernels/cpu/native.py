@@ -286,7 +286,15 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swi
 class NativeRouteOptions(Structure):
     """`RouteOptions` in experts.h."""
 
-    _fields_ = (("scoring", c_int), ("normalized", c_int), ("scale", c_float), ("selection_bias", c_void_p))
+    _fields_ = (
+        ("scoring", c_int),
+        ("normalized", c_int),
+        ("scale", c_float),
+        ("selection_bias", c_void_p),
+        ("groups", c_int),
+        ("groups_per_token", c_int),
+        ("best_of_group", c_int),
+    )
 
 
 class NativeGatheredRows(Structure):

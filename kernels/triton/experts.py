@@ -76,6 +76,9 @@ def route(
         SIGMOID=form.scoring == "sigmoid",
         BIASED=selection_bias is not None,
         NORMALIZED=form.normalized,
+        NUM_GROUPS=form.num_groups,
+        GROUPS_PER_TOKEN=form.groups_per_token,
+        BEST_OF_GROUP=form.best_of_group,
         BLOCK=next_power_of_2(form.num_experts),
         num_warps=1,
     )
@@ -176,6 +179,9 @@ def _route(
     SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -193,13 +199,17 @@ def _route(
         all_scores = tl.where(inside, tl.exp(logits - top), 0.0)
         total = tl.sum(all_scores, axis=0)
         ranked = logits
-        if BIASED:
+        if BIASED or (NUM_GROUPS > 1 and BEST_OF_GROUP > 1):
             ranked = all_scores / total
     if BIASED:
         ranked += tl.load(selection_bias + columns, mask=inside, other=0.0)
     # Each choice is another expert, also among NaN and -inf: an expert's list has room for each token once.
     ranked = tl.where(ranked > _LOWEST, ranked, _LOWEST)
     ranked = tl.where(inside, ranked, -float("inf"))
+    if NUM_GROUPS > 1:
+        ranked = _in_best_groups(
+            ranked, columns, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, GROUPS_PER_TOKEN, BEST_OF_GROUP
+        )
     slots = tl.arange(0, CHOICES_BLOCK)
     picked = tl.zeros([CHOICES_BLOCK], tl.int32)
     scores = tl.zeros([CHOICES_BLOCK], tl.float32)
@@ -214,6 +224,32 @@ def _route(
     at = token * CHOICES + slots
     tl.store(chosen + at, picked, mask=slots < CHOICES)
     tl.store(weights + at, scores / total * scale, mask=slots < CHOICES)
+
+
+@triton.jit
+def _in_best_groups(
+    ranked,
+    columns,
+    SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+):
+    """The scores; the lowest one for experts outside a token's best groups. Among equal ones, the first is better."""
+    own = columns // SIZE
+    sums = tl.zeros_like(ranked)
+    for group in tl.static_range(NUM_GROUPS):
+        of_group = tl.where(own == group, ranked, -float("inf"))
+        total = tl.max(of_group, axis=0)
+        if BEST_OF_GROUP > 1:
+            best = tl.argmax(of_group, axis=0)
+            total += tl.max(tl.where(columns == best, -float("inf"), of_group), axis=0)
+        sums = tl.where(own == group, total, sums)
+    better = tl.zeros_like(columns)
+    for group in tl.static_range(NUM_GROUPS):
+        other = tl.max(tl.where(own == group, sums, -float("inf")), axis=0)
+        better += ((other > sums) | ((other == sums) & (group < own))).to(tl.int32)
+    return tl.where((better < GROUPS_PER_TOKEN) | (own >= NUM_GROUPS), ranked, _LOWEST)
 
 
 @triton.jit(do_not_specialize=["num_choices"])

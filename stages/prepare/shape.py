@@ -94,6 +94,20 @@ def _check_experts(config: ModelConfig, experts: Experts, require: Require) -> N
         require(1 <= count <= most, field, count, f"an integer from 1 to {most}")
     inner = experts.shared_intermediate_size
     require(0 <= inner <= MAX_COUNT, "shared_expert_intermediate_size", inner, f"an integer up to {MAX_COUNT}")
+    groups = experts.num_groups
+    require(
+        groups >= 1 and experts.num % groups == 0,
+        "n_group",
+        groups,
+        f"a divisor of the number of experts, {experts.num}",
+    )
+    size, kept = experts.num // groups, experts.groups_per_token
+    require(1 <= kept <= groups, "topk_group", kept, f"an integer from 1 to n_group = {groups}")
+    if groups > 1:
+        best, count = experts.best_of_group, experts.num_per_token
+        require(size >= best, "n_group", groups, f"at most {experts.num // best}: a group has at least {best} experts")
+        most = kept * size
+        require(count <= most, "num_experts_per_tok", count, f"at most {most}, the experts of topk_group groups")
     require(not config.parallel, "experts", experts.num, "absent in a model with parallel layers")
     require(math.isfinite(experts.scale), "routed_scaling_factor", experts.scale, "a finite number")
 

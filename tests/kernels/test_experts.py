@@ -22,6 +22,9 @@ FORMS = [
     RouteOptions(NUM, "softmax", True),
     RouteOptions(NUM, "sigmoid", False, 2.5),
     RouteOptions(NUM, "sigmoid", True, 2.5),
+    RouteOptions(NUM, "sigmoid", True, 2.5, num_groups=3, groups_per_token=1),
+    RouteOptions(NUM, "softmax", False, num_groups=3, groups_per_token=2),
+    RouteOptions(NUM, "softmax", False, num_groups=3, groups_per_token=2, best_of_group=1),
 ]
 
 

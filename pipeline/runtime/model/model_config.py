@@ -52,6 +52,8 @@ Architecture = Literal[
     "qwen3_moe",
     "olmoe",
     "gpt_oss",
+    "glm4_moe",
+    "ernie4_5_moe",
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
@@ -88,6 +90,8 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     index: int | None = None
     """The number of the expert if the tensor has those of all experts, [experts, rows, columns]. `Layout.find` sets
     it."""
+    as_row: bool = False
+    """Whether a vector is stored as a matrix of one row."""
     as_gamma: bool = False
     """Whether weight and bias of a norm are named `gamma` and `beta`, as in files that came from TensorFlow."""
 

@@ -23,6 +23,12 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Whether the router has a bias."""
     selection_bias: bool = False
     """Whether a bias is added to the scores to choose experts, but not to their weights (DeepSeek-V3)."""
+    num_groups: int = 1
+    """Equal groups of adjacent experts. With more than one, a token's experts are in the `groups_per_token` best groups
+    (DeepSeek-V2 and V3)."""
+    groups_per_token: int = 1
+    best_of_group: int = 2
+    """1: a group is as good as its best expert's score, with the selection bias; 2: as the sum of its two best."""
     bias: bool = False
     """Whether the matrices of experts have biases."""
     shared_intermediate_size: int = 0

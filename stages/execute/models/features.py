@@ -37,6 +37,7 @@ class Feature(Enum):
     EXPERT_BIAS = "biases of experts"
     SIGMOID_ROUTER = "sigmoid scores of experts"
     SELECTION_BIAS = "a bias that chooses experts"
+    EXPERT_GROUPS = "groups of experts"
     LOGIT_SCALE = "a factor of logits"
     LOGIT_SOFTCAP = "capped logits"
     HEAD_BIAS = "a bias of the LM head"
@@ -74,6 +75,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.EXPERT_BIAS: config.experts is not None and config.experts.bias,
         Feature.SELECTION_BIAS: config.experts is not None and config.experts.selection_bias,
         Feature.SIGMOID_ROUTER: config.experts is not None and config.experts.scoring == "sigmoid",
+        Feature.EXPERT_GROUPS: config.experts is not None and config.experts.num_groups > 1,
         Feature.LOGIT_SCALE: config.logit_scale != 1,
         Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
         Feature.HEAD_BIAS: config.head_bias,

@@ -18,6 +18,7 @@ import torch
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.pooler import PoolingKind
 from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
+from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES
@@ -141,16 +142,38 @@ def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
 def _experts(ours: ModelConfig) -> dict[str, Any]:
     if (experts := ours.experts) is None:
         return {}
-    own_key = "moe_intermediate_size" if ours.architecture.startswith("qwen") else "intermediate_size"
+    own_key = "intermediate_size" if ours.architecture in ("mixtral", "olmoe", "gpt_oss") else "moe_intermediate_size"
     shared = {"shared_expert_intermediate_size": experts.shared_intermediate_size} if experts.shared_gate else {}
     dense = [] if experts.layers is None else [i for i in range(ours.num_layers) if i not in experts.layers]
     return {
-        "num_experts" if ours.architecture in ("qwen2_moe", "qwen3_moe", "olmoe") else "num_local_experts": experts.num,
+        "num_local_experts" if ours.architecture in ("mixtral", "gpt_oss") else "num_experts": experts.num,
         "num_experts_per_tok": experts.num_per_token,
         "norm_topk_prob": experts.normalized,
         own_key: experts.intermediate_size,
         **shared,
         **({"mlp_only_layers": dense} if dense else {}),
+    }
+
+
+def _placed_experts(ours: ModelConfig, experts: Experts) -> dict[str, Any]:
+    """Keys of experts in the layers behind the first ones, beside shared experts of the same size."""
+    layers = range(ours.num_layers) if experts.layers is None else experts.layers
+    num_shared = experts.shared_intermediate_size // experts.intermediate_size
+    if ours.architecture == "ernie4_5_moe":
+        step = layers[1] - layers[0] if len(layers) > 1 else 1
+        return {
+            "moe_layer_start_index": layers[0],
+            "moe_layer_end_index": layers[-1],
+            "moe_layer_interval": step,
+            "moe_num_shared_experts": num_shared,
+        }
+    return {
+        "first_k_dense_replace": layers[0],
+        "n_shared_experts": num_shared,
+        "use_qk_norm": ours.qk_norm,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.num_groups,
+        "topk_group": experts.groups_per_token,
     }
 
 
@@ -177,6 +200,8 @@ def _own(ours: ModelConfig) -> dict[str, Any]:
                 "attn_logit_softcapping": ours.attention_softcap,
                 "final_logit_softcapping": ours.logit_softcap,
             }
+        case "glm4_moe" | "ernie4_5_moe" if ours.experts is not None:
+            return _placed_experts(ours, ours.experts)
         case "granite":
             return {
                 "embedding_multiplier": ours.embedding_scale,

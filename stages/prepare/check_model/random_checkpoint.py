@@ -29,6 +29,8 @@ MAX_WINDOW = 24
 ORIGINAL_POSITION = 64
 """`original_max_position_embeddings` of rope scaling."""
 MAX_EXPERTS = 8
+EXPERT_GROUPS = 2
+"""Of models that have groups of experts."""
 MAX_STATE_HEADS = 2
 """Heads of keys in a layer with a recurrent state."""
 MAX_STATE_GROUP = 3
@@ -183,6 +185,15 @@ def _fewer_experts(config: Any, num_layers: int, hidden_size: int) -> dict[str, 
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         if (inner := getattr(config, name, None)) is not None:
             changes[name] = min(int(inner), hidden_size + 32)
+    if (groups := getattr(config, "n_group", None)) is not None and groups > 1:
+        chosen = EXPERT_GROUPS * int(config.topk_group) // int(groups)
+        changes["n_group"], changes["topk_group"] = EXPERT_GROUPS, min(max(1, chosen), EXPERT_GROUPS)
+    for name in ("first_k_dense_replace", "moe_layer_start_index"):
+        if (first := getattr(config, name, None)) is not None:
+            changes[name] = min(int(first), num_layers - 1)
+    for name in ("moe_layer_end_index", "moe_layer_interval"):
+        if (value := getattr(config, name, None)) is not None:
+            changes[name] = min(int(value), num_layers - (name == "moe_layer_end_index"))
     if (step := getattr(config, "decoder_sparse_step", None)) is not None:
         changes["decoder_sparse_step"] = min(int(step), num_layers)
     if (dense := getattr(config, "mlp_only_layers", None)) is not None:

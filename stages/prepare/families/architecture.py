@@ -177,8 +177,11 @@ TEXT_PARTS = {
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "exaone4_5": "exaone4",
 }
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
+OLD_TEXT_TYPES = {"exaone4_5_text": "exaone4"}
+"""`model_type` of text models in older files."""
 TIED = ("gemma3", "mistral3")
 """Of these, those with a tied head by default."""
 
@@ -197,7 +200,9 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise ConfigFault(f"text_config is {shown(text)}; it must be the object that describes the text model")
     shared = {key: config[key] for key in ("eos_token_id", "bos_token_id") if key in config}
     ties = [Keys(part, {}, {TIE: default}).flag(TIE) for part, default in ((config, kind in TIED), (text, False))]
-    return {"model_type": TEXT_PARTS[kind], **shared, **text, TIE: any(ties)}
+    own = text.get("model_type") or TEXT_PARTS[kind]
+    own = OLD_TEXT_TYPES.get(own, own) if isinstance(own, str) else own
+    return {**shared, **text, "model_type": own, TIE: any(ties)}
 
 
 def as_part(layout: Layout) -> Layout:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and gpt-oss."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss, GLM-4.5 and ERNIE 4.5."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -116,6 +116,64 @@ def _gpt_oss_layout(model: ModelConfig) -> Layout:
     return Layout(experts=experts)
 
 
+def _glm(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    """The first layers are dense. The shared experts are one, of their size together."""
+    inner, shared = keys.count("moe_intermediate_size"), keys.count("n_shared_experts", least=0)
+    found = experts_of(
+        keys,
+        "moe_intermediate_size",
+        scoring="sigmoid",
+        normalized=keys.flag("norm_topk_prob"),
+        scale=keys.number("routed_scaling_factor", 1.0),
+        selection_bias=True,
+        num_groups=keys.count("n_group"),
+        groups_per_token=keys.count("topk_group"),
+        shared_intermediate_size=inner * shared,
+        layers=_behind(keys, model, "first_k_dense_replace"),
+    )
+    return {**found, "qk_norm": keys.flag("use_qk_norm")}
+
+
+def _behind(keys: Keys, model: ModelConfig, key: str) -> list[int] | None:
+    """All layers but the first, of which `key` is the number."""
+    dense = keys.count(key, least=0)
+    if dense >= model.num_layers:
+        raise keys.fault(key, f"below num_hidden_layers = {model.num_layers}: no layer would have experts")
+    return list(range(dense, model.num_layers)) if dense else None
+
+
+SHARED = {f"mlp.shared_expert.{name}_proj": Piece(f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")}
+
+
+def _glm_layout(model: ModelConfig) -> Layout:
+    bias = {"mlp.selection": Piece("mlp.gate.e_score_correction", bare=True)}
+    return Layout(pieces=renamed(mlp__router="mlp.gate") | bias | SHARED)
+
+
+def _ernie(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    """Each `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index` has experts."""
+    keys.refuse_unless("use_bias", False, what="a mixture of experts with biases")
+    first, last = keys.count("moe_layer_start_index", least=0), keys.count("moe_layer_end_index", least=-1)
+    step, end = keys.count("moe_layer_interval"), model.num_layers if last == -1 else last + 1
+    layers = [i for i in range(first, min(end, model.num_layers)) if (i + 1) % step == 0]
+    if not layers:
+        raise keys.fault("moe_layer_start_index", "at most moe_layer_end_index: no layer would have experts")
+    inner, shared = keys.count("moe_intermediate_size"), keys.count("moe_num_shared_experts", least=0)
+    return experts_of(
+        keys,
+        "moe_intermediate_size",
+        normalized=True,
+        selection_bias=True,
+        shared_intermediate_size=inner * shared,
+        layers=None if len(layers) == model.num_layers else layers,
+    )
+
+
+def _ernie_layout(model: ModelConfig) -> Layout:
+    bias = {"mlp.selection": Piece("mlp.moe_statics.e_score_correction", bare=True, as_row=True)}
+    return Layout(pieces=renamed(mlp__router="mlp.gate") | bias | SHARED)
+
+
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -209,5 +267,51 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         windows=windows_by_pattern(2, 128),
         fields=_gpt_oss,
         layout=_gpt_oss_layout,
+    ),
+    "glm4_moe": HfArchitecture(
+        class_name="Glm4MoeForCausalLM",
+        models="GLM-4.5, GLM-4.6, GLM-4.7",
+        aliases={"num_local_experts": "n_routed_experts"},
+        keys={"num_experts": "n_routed_experts"},
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        always={"out_bias": False, "mlp_bias": False},
+        fields=_glm,
+        layout=_glm_layout,
+    ),
+    "ernie4_5_moe": HfArchitecture(
+        class_name="Ernie4_5_MoeForCausalLM",
+        models="ERNIE 4.5 MoE",
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+        always={**NO_BIASES, "interleaved_rope": True},
+        fields=_ernie,
+        layout=_ernie_layout,
     ),
 }

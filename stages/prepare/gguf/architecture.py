@@ -51,13 +51,19 @@ class GgufKeys:
         return bool(self.metadata.get(f"{self.architecture}.{key}", bool, default))
 
 
-def experts_of(keys: GgufKeys, model: ModelConfig, *, normalized: bool) -> Experts | None:
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func` (`llama_expert_gating_func_type` in llama.cpp)."""
+
+
+def experts_of(keys: GgufKeys, model: ModelConfig, *, normalized: bool, reads_router: bool = False) -> Experts | None:
     """The experts of a file; None if it has none. Files say the sizes, and llama.cpp's code for each architecture
-    whether weights are normalized. Layers without a router are dense."""
+    whether weights are normalized. With `reads_router`, files say that too, and how logits become scores: then
+    `normalized` is the default. Layers without a router are dense."""
     num, num_per_token = keys.count("expert_count"), keys.count("expert_used_count")
     if num is None:
         return None
-    keys.metadata.refuse_unless(f"{keys.architecture}.expert_group_count", 1, "experts in groups")
+    if not reads_router:
+        keys.metadata.refuse_unless(f"{keys.architecture}.expert_group_count", 1, "experts in groups")
     routers = [i for i in range(model.num_layers) if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors]
     first = f"blk.{next(iter(routers), 0)}."
     shared = f"{first}ffn_up_shexp.weight"
@@ -69,13 +75,31 @@ def experts_of(keys: GgufKeys, model: ModelConfig, *, normalized: bool) -> Exper
         num=num,
         num_per_token=num_per_token or 0,
         intermediate_size=own_size,
-        normalized=normalized,
+        **(_router(keys, normalized) if reads_router else {"normalized": normalized}),
+        selection_bias=f"{first}exp_probs_b.bias" in keys.tensors,
         router_bias=f"{first}ffn_gate_inp.bias" in keys.tensors,
         bias=f"{first}ffn_up_exps.bias" in keys.tensors,
         shared_intermediate_size=shared_size or 0 if shared in keys.tensors else 0,
         shared_gate=f"{first}ffn_gate_inp_shexp.weight" in keys.tensors,
         layers=None if len(routers) in (0, model.num_layers) else routers,
     )
+
+
+def _router(keys: GgufKeys, normalized: bool) -> dict[str, Any]:
+    """Raises ModelError if scores are neither softmax nor sigmoid."""
+    name = f"{keys.architecture}.expert_gating_func"
+    function = keys.metadata.get(name, int, 0) or SIGMOID
+    if function not in (SOFTMAX, SIGMOID):
+        raise ModelError(
+            f"{keys.metadata.path}: {name} is {function}; supported are {SOFTMAX} (softmax) and {SIGMOID} (sigmoid)"
+        )
+    return {
+        "scoring": "sigmoid" if function == SIGMOID else "softmax",
+        "normalized": keys.flag("expert_weights_norm", normalized),
+        "scale": keys.number("expert_weights_scale", 0.0) or 1.0,  # llama.cpp takes 0 as none
+        "num_groups": keys.count("expert_group_count") or 1,
+        "groups_per_token": keys.count("expert_group_used_count") or 1,
+    }
 
 
 def no_fields(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
@@ -104,6 +128,8 @@ class GgufArchitecture:
     """Whether `read` handles the sliding window."""
     reads_experts: bool = False
     """Whether `read` handles a mixture of experts."""
+    has_drafts: bool = False
+    """Whether a file may have layers that draft behind those of the model."""
     reads_scaling: bool = False
     """Whether `read` handles the scaling of the rotary embedding."""
     names: Mapping[str, str] = field(default_factory=dict)

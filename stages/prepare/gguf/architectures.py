@@ -30,6 +30,11 @@ def _experts(*, normalized: bool) -> Callable[[GgufKeys, ModelConfig], dict[str,
     return lambda keys, model: {"experts": experts_of(keys, model, normalized=normalized)}
 
 
+def _glm4_moe(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    experts = experts_of(keys, model, normalized=False, reads_router=True)
+    return {"experts": experts, "qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors}
+
+
 def _llama(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     """Mixtral's files have the same architecture."""
     experts = experts_of(keys, model, normalized=True)
@@ -308,6 +313,21 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         reads_experts=True,
         reads_scaling=True,
         names={"post_attention_layernorm": "post_attention_norm"},
+    ),
+    "glm4moe": GgufArchitecture(
+        models="GLM-4.5, GLM-4.6, GLM-4.7",
+        model_type="glm4_moe",
+        read=_glm4_moe,
+        reads_experts=True,
+        has_drafts=True,
+        names={"post_attention_layernorm": "post_attention_norm"},
+    ),
+    "ernie4_5-moe": GgufArchitecture(
+        models="ERNIE 4.5 MoE",
+        model_type="ernie4_5_moe",
+        always={"interleaved_rope": True},
+        read=_experts(normalized=True),
+        reads_experts=True,
     ),
     "mpt": GgufArchitecture(
         models="MPT",

@@ -15,12 +15,9 @@ from pipeline.runtime.model.special_layers import DeltaNet
 from pipeline.stages.prepare.families.delta_net import conv_pieces, gate_pieces, input_pieces
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys, experts_of
-from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.sources.source import ModelError
 
-DRAFTS = "nextn_predict_layers"
-"""The key with the number of layers that draft, after those of the model."""
 RATES = "ssm_a"
 LAYER_NAMES = {
     "attn_gate": "linear_attn.in_proj_z",
@@ -108,21 +105,6 @@ def pieces_of(model: ModelConfig) -> dict[str, Piece]:
     return pieces
 
 
-def split_drafts(tensors: dict[str, GgufTensor], num_layers: int) -> list[str]:
-    """Remove the tensors of layers that draft. Returns a line about them."""
-    dropped = [name for name in tensors if name.startswith("blk.") and _layer(name) >= num_layers]
-    for name in dropped:
-        del tensors[name]
-    if not dropped:
-        return []
-    return [f"ignored {shown(dropped[0])} and {len(dropped) - 1} more: multi-token prediction is not supported"]
-
-
-def _layer(name: str) -> int:
-    number = name.split(".")[1]
-    return int(number) if number.isdecimal() else -1
-
-
 def logarithms(rates: Iterator["np.ndarray[Any, Any]"], name: str) -> Iterator["np.ndarray[Any, Any]"]:
     """A_log of -exp(A_log). Raises ModelError if a number is above 0 or NaN."""
     for part in rates:
@@ -140,6 +122,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         model_type="qwen3_5_text",
         always=QWEN,
         read=_read(tiled=True, has_experts=False),
+        has_drafts=True,
         names=POST,
     ),
     "qwen35moe": GgufArchitecture(
@@ -148,6 +131,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         always=QWEN,
         read=_read(tiled=True, has_experts=True),
         reads_experts=True,
+        has_drafts=True,
         names=POST,
     ),
     "qwen3next": GgufArchitecture(
@@ -156,6 +140,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         always=QWEN,
         read=_read(tiled=False, has_experts=True),
         reads_experts=True,
+        has_drafts=True,
         names=POST,
     ),
 }

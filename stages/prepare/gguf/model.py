@@ -31,6 +31,7 @@ from pipeline.stages.prepare.gguf import delta_net, encoders
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
+from pipeline.stages.prepare.gguf.drafts import DRAFTS, split_drafts
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.in_place import is_kept, write_indexes
 from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
@@ -103,7 +104,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     config = _config(metadata, tensors)
     architecture = _architecture(metadata)[1]
     interleaved_rope = architecture.interleaved_rope
-    notes = [] if config.delta is None else delta_net.split_drafts(tensors, config.num_layers)
+    notes = split_drafts(tensors, config.num_layers) if architecture.has_drafts else []
     if rope_frequencies is not None:
         config = with_rope_scaling(config, rope_frequencies, path)
     if any(factors is not None for factors in long_factors):
@@ -186,8 +187,9 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
     num_layers, hidden = (metadata.need(keys[field], int) for field in ("num_layers", "hidden_size"))
     inner = None
+    if architecture.has_drafts:
+        num_layers -= metadata.get(f"{name}.{DRAFTS}", int, 0)
     if name in delta_net.ARCHITECTURES:
-        num_layers -= metadata.get(f"{name}.{delta_net.DRAFTS}", int, 0)
         inner = metadata.get(keys["moe_intermediate_size"], int)
     heads = metadata.of_all_layers(keys["num_heads"], num_layers)
     head_dim = metadata.get(keys["head_dim"], int)

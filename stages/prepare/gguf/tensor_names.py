@@ -42,7 +42,11 @@ LAYER_NAMES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **delta_net.LAYER_NAMES,
 }
-WHOLE_NAMES = {"self_attn.sinks": "attn_sinks.weight", **delta_net.WHOLE_NAMES}
+WHOLE_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.selection.bias": "exp_probs_b.bias",
+    **delta_net.WHOLE_NAMES,
+}
 STACKED = "mlp.gate_up_proj"
 """Gate and up, where `ffn_up` holds both."""
 STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")}

@@ -169,7 +169,10 @@ OF_MODELS = {
     "modernbert": None,
     "camembert": "CamembertTokenizer",
     **dict.fromkeys(("mistral", "mistral3", "mixtral", "ministral", "ministral3"), None),
-    **dict.fromkeys(("granite", "ernie4_5", "phi3", "glm", "glm4", "olmo2", "olmo3", "olmo_hybrid"), None),
+    **dict.fromkeys(
+        ("granite", "ernie4_5", "ernie4_5_moe", "phi3", "glm", "glm4", "glm4_moe", "olmo2", "olmo3", "olmo_hybrid"),
+        None,
+    ),
     **dict.fromkeys(("stablelm", "nemotron", "gpt_bigcode"), None),
 }
 """The classes of models; None is the general one, whatever class their files name. Models that are missing have none:

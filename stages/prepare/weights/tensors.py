@@ -284,6 +284,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
             before = shapes[stored]
             before = before[::-1] if piece.transposed and len(shape) == 2 else before
             shape = (before[0] + shape[0], *shape[1:])
+        if piece.as_row:
+            shape = (1, *shape)
         if config.qk_norm_kind == "each_head" and ("q_norm" in name or "k_norm" in name):
             shape = (shape[0] // config.head_dim, config.head_dim)
         shapes[stored] = shape[::-1] if piece.transposed and len(shape) == 2 else shape

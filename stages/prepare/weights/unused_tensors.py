@@ -40,6 +40,24 @@ OTHER_HEADS = (
 OTHER_HEAD_BIASES = ("lm_head.bias", "decoder.bias")
 
 
+DRAFTS = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), ("mtp.",)),
+    "exaone4": ("mtp.",),
+    "ernie4_5_moe": ("model.mtp_",),
+}
+"""Prefixes of tensors that only predict further tokens (MTP), by architecture."""
+DRAFTS_AS_LAYERS = ("glm4_moe",)
+"""Architectures whose layers behind the last one do that."""
+
+
+def _drafts(name: str, config: ModelConfig) -> bool:
+    if config.architecture not in DRAFTS_AS_LAYERS:
+        return name.startswith(DRAFTS.get(config.architecture, ()))
+    before, behind = config.layout.layers.split("{}")
+    number = name.removeprefix(before).partition(behind)[0]
+    return name.startswith(before) and number.isdecimal() and int(number) >= config.num_layers
+
+
 def rules_of(config: ModelConfig) -> list[Rule]:
     """The rules for a checkpoint of floats."""
     rules = [Rule("rotary frequencies are computed from config.json", lambda name: name.endswith(ROTARY))]
@@ -47,9 +65,7 @@ def rules_of(config: ModelConfig) -> list[Rule]:
         rules.append(Rule("causal masks are computed", lambda name: name.endswith(masks)))
     if is_part(config.layout):
         rules.append(Rule("images are not served", lambda name: name.removeprefix("model.").startswith(IMAGES)))
-    if config.delta is not None:
-        drafts = Rule("multi-token prediction is not supported", lambda name: name.startswith("mtp."))
-        rules.append(drafts)
+    rules.append(Rule("multi-token prediction is not supported", lambda name: _drafts(name, config)))
     if not config.generates:
         base = config.layout.layers.partition(".")[0]
         rules.append(Rule("positions are computed", lambda name: name.endswith(".position_ids")))

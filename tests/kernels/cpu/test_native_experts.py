@@ -18,6 +18,9 @@ FORMS = [
     RouteOptions(NUM, "softmax", True, 0.5),
     RouteOptions(NUM, "sigmoid", False),
     RouteOptions(NUM, "sigmoid", True, 2.5),
+    RouteOptions(NUM, "sigmoid", True, 2.5, num_groups=3, groups_per_token=1),
+    RouteOptions(NUM, "softmax", False, num_groups=7, groups_per_token=3),
+    RouteOptions(NUM, "softmax", True, num_groups=3, groups_per_token=2, best_of_group=1),
 ]
 
 
@@ -52,7 +55,10 @@ def test_rows_are_routed_gathered_and_combined(
         gathered[0].target = native.NativeRows(target.ctypes.data, WIDTH * 4)
         gathered[0].bytes = WIDTH * 4
         bias_at = None if bias is None else r.floats(bias).ctypes.data
-        route_form = native.NativeRouteOptions(native.SCORINGS[form.scoring], form.normalized, form.scale, bias_at)
+        groups = form.num_groups, form.groups_per_token, form.best_of_group
+        route_form = native.NativeRouteOptions(
+            native.SCORINGS[form.scoring], form.normalized, form.scale, bias_at, *groups
+        )
         stored = r.floats(logits)
         routing = library.program_route(
             r.program, stored.ctypes.data, NUM + 1, ctypes.byref(route_form), NUM, CHOSEN, 64, gathered, 1

@@ -32,6 +32,14 @@ LONG = {
     "partial_rotary_factor": 0.75,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GLM_EXPERTS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_layer_start_index": 1}
 GEMMA = {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 24}
 
 
@@ -155,6 +163,12 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_moe": Variant("qwen3_moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3_moe, some layers": Variant("qwen3_moe", {**EXPERTS, "head_dim": 32, "mlp_only_layers": [1]}),
     "olmoe": Variant("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "glm4_moe": Variant("glm4_moe", {**GLM_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe, groups": Variant("glm4_moe", {**GLM_EXPERTS, "n_group": 3, "topk_group": 2, "n_shared_experts": 2}),
+    "ernie4_5_moe": Variant("ernie4_5_moe", ERNIE_EXPERTS),
+    "ernie4_5_moe, some layers": Variant(
+        "ernie4_5_moe", {**ERNIE_EXPERTS, "moe_layer_interval": 2, "moe_num_shared_experts": 0}
+    ),
     "gpt_oss": Variant(
         "gpt_oss",
         {
@@ -169,10 +183,19 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
 def without_choice(variant: Variant) -> Variant:
     """The variant whose experts compute every token: rounding errors can't change which of them do."""
-    num = next((variant.changes[name] for name in ("num_experts", "num_local_experts") if name in variant.changes), 0)
-    return replace(variant, changes={**variant.changes, "num_experts_per_tok": num}) if num else variant
+    changes = variant.changes
+    num = next((changes[name] for name in NUM_EXPERTS if name in changes), 0)
+    if not num:
+        return variant
+    groups = {"topk_group": changes["n_group"]} if "n_group" in changes else {}
+    return replace(
+        variant, changes={**changes, "moe_k" if "moe_k" in changes else "num_experts_per_tok": num, **groups}
+    )
 
 
 def make(variant: Variant, seed: int = 0) -> Any:
@@ -191,6 +214,9 @@ def make(variant: Variant, seed: int = 0) -> Any:
                 # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
                 is_norm = "norm" in name or ".ln_" in name
                 parameter.add_(torch.randn_like(parameter) * (0.1 if is_norm else 0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.15)
     return model.eval()
 
 

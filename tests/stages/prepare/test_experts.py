@@ -120,8 +120,38 @@ def test_windows_of_qwen_moe() -> None:
         ("qwen2_moe", {"mlp_only_layers": ["a"]}, r"mlp_only_layers is \['a'\]; it must be a list of numbers"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8\.0: clipping"),
         ("gpt_oss", {"swiglu_limit": 0}, r"swiglu_limit is 0.*; it must be a positive number"),
+        ("glm4_moe", {"n_group": 3}, r"n_group is 3; it must be a divisor of the number of experts, 128"),
+        ("glm4_moe", {"n_group": 8, "topk_group": 9}, r"topk_group is 9; it must be an integer from 1 to n_group = 8"),
+        ("glm4_moe", {"n_group": 128}, r"n_group is 128; it must be at most 64: a group has at least 2 experts"),
+        (
+            "glm4_moe",
+            {"n_group": 32, "topk_group": 1},
+            r"num_experts_per_tok is 8; it must be at most 4, the experts of topk_group groups",
+        ),
+        ("glm4_moe", {"first_k_dense_replace": 9}, r"first_k_dense_replace is 9; .*no layer would have experts"),
+        ("ernie4_5_moe", {"use_bias": True}, r"use_bias is True: a mixture of experts with biases is not supported"),
+        ("ernie4_5_moe", {"moe_layer_start_index": 9}, r"moe_layer_start_index is 9; .*no layer would have experts"),
     ],
 )
 def test_refused_configs(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         config_of(kind, **changes)
+
+
+def test_layers_behind_the_last_one_only_predict_further_tokens(tmp_path: Path) -> None:
+    """As GLM-4.5's files have them: `num_nextn_predict_layers`."""
+    model = tiny_architectures.make(VARIANTS["glm4_moe"])
+    source = checkpoints.save_folder(tmp_path / "source", model)
+    plain = logits_of(prepared(source))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.ones(8, 8)
+    tensors["model.layers.3.mlp.gate.weight"] = torch.ones(8, 8)
+    more = checkpoints.save_folder(tmp_path / "more" / "source", model)
+    save_file(tensors, more / "model.safetensors", {"format": "pt"})
+    folder = prepared(more)
+    assert "multi-token prediction is not supported" in (folder / "notes.txt").read_text("utf-8")
+    np.testing.assert_array_equal(logits_of(folder), plain)
+    tensors["model.layers.2.eh_proj.weight"] = torch.ones(8, 8)
+    save_file(tensors, more / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.2\.eh_proj\.weight.* is not part of the model"):
+        prepared(more)

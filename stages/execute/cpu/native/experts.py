@@ -100,7 +100,8 @@ class NativeExperts:
             rows.bytes = self._library.activation_bytes(form, hidden)
         bias = None if weights.selection_bias is None else self._memory.vector(weights.selection_bias)
         route_form = native.NativeRouteOptions(
-            native.SCORINGS[experts.scoring], experts.normalized, experts.scale, bias
+            *(native.SCORINGS[experts.scoring], experts.normalized, experts.scale, bias),
+            *(experts.num_groups, experts.groups_per_token, experts.best_of_group),
         )
         sizes = experts.num, experts.num_per_token, self._max_num_tokens
         return int(

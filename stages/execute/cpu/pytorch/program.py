@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.kernels.attention.kv_layout import LayerKV, layers_of
 from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
-from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions
+from pipeline.kernels.experts import ExpertActivation, ExpertMatrices
 from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.sampling.logprobs import write_logprobs
 from pipeline.kernels.select import select
@@ -30,6 +30,7 @@ from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.kv import SwapArray, kv_dtype
 from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.layers.rope import rotations
+from pipeline.stages.execute.layers.route_options import route_options
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
@@ -168,8 +169,8 @@ class TorchProgram(Program):
         self._norm(x, self._residual, weights.norm)
         self._multiply(self._router_logits, x, weights.router)
         bias = None if weights.selection_bias is None else as_tensor(weights.selection_bias)
-        form = RouteOptions(sizes.num, sizes.scoring, sizes.normalized, sizes.scale)
-        calls.add(ops.route, self._chosen, self._expert_weights, self._router_logits, bias, form)
+        routed = self._chosen, self._expert_weights, self._router_logits, bias, route_options(sizes)
+        calls.add(ops.route, *routed)
         activation = ExpertActivation(config.activation, config.gated, config.swiglu_alpha, config.swiglu_limit)
         matrices = self._expert_matrices(weights, sizes.num)
         routed = self._routed, x, self._chosen, self._expert_weights, matrices, activation, ops.linear

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels.experts import ExpertActivation, RouteOptions
+from pipeline.kernels.experts import ExpertActivation
 from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.triton import experts as kernels
 from pipeline.kernels.triton.experts import ExpertLinear, Order
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization
 from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.stages.execute.layers.route_options import route_options
 from pipeline.stages.execute.program import ExpertsWeights, Linear
 
 
@@ -65,7 +66,7 @@ class ExpertMemory:
         experts = config.experts
         assert experts is not None
         self._experts, num = experts, max_num_tokens * experts.num_per_token
-        self._route_form = RouteOptions(experts.num, experts.scoring, experts.normalized, experts.scale)
+        self._route_form = route_options(experts)
         self._form = ExpertActivation(config.activation, config.gated, config.swiglu_alpha, config.swiglu_limit)
         self._chosen = torch.zeros(max_num_tokens, experts.num_per_token, dtype=torch.int32, device=where)
         self._weights = torch.zeros(self._chosen.shape, dtype=torch.float32, device=where)

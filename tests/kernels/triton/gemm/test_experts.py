@@ -8,6 +8,12 @@ from pipeline.kernels.triton.experts import ExpertLinear, Order, combine, down, 
 from tests.kernels.triton.gemms import FORMATS, TOLERANCE, assert_near, columns_of, device_matrix, poisoned, random
 
 NUM, CHOICES = 5, 3
+GROUPS = {
+    "no groups": {},
+    "one of two": {"num_groups": 2, "groups_per_token": 1},
+    "two of three": {"num_groups": 3, "groups_per_token": 2},
+    "two of three by the best": {"num_groups": 3, "groups_per_token": 2, "best_of_group": 1},
+}
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -21,6 +27,22 @@ def test_a_router_chooses_the_largest_scores(num_tokens: int, normalized: bool, 
     bias = random(NUM, seed=2) if biased else None
     route(chosen, weights, partials, form, bias)
     expected, factors = route_reference(partials.sum(0)[:, :NUM], CHOICES, bias, form)
+    assert chosen.tolist() == expected
+    torch.testing.assert_close(weights, torch.tensor(factors), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_router_chooses_in_the_best_groups(scoring: str, biased: bool, name: str) -> None:
+    num, num_tokens = 6, 9
+    partials = random(2, num_tokens, num + 1, seed=1) * 2
+    partials[:, 0] = 1.0  # all equal
+    chosen = torch.full((num_tokens, CHOICES), -1, dtype=torch.int32)
+    weights = poisoned(num_tokens, CHOICES, dtype=torch.float32)
+    form, bias = RouteOptions(num, scoring, True, 1.5, **GROUPS[name]), random(num, seed=2) if biased else None
+    route(chosen, weights, partials, form, bias)
+    expected, factors = route_reference(partials.sum(0)[:, :num], CHOICES, bias, form)
     assert chosen.tolist() == expected
     torch.testing.assert_close(weights, torch.tensor(factors), rtol=1e-5, atol=1e-6)
 

@@ -1,13 +1,20 @@
 """Every architecture has the logits of transformers, for any split of a sequence into steps."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 from pipeline.config.settings import Settings
 from pipeline.stages.execute.cpu.native.program import NativeProgram
@@ -174,13 +181,25 @@ def test_the_torch_program_has_the_same_bits_for_any_chunks_and_neighbours(
             np.testing.assert_array_equal(logits, alone[at], str(at))
 
 
-def test_the_text_model_of_one_for_texts_and_images(tmp_path: Path) -> None:
+def _gemma() -> Any:
     text = {**SIZES, "vocab_size": VOCAB_SIZE, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 21}
     vision = {**dict.fromkeys(("hidden_size", "intermediate_size"), 32), "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+
+
+def _exaone() -> Any:
+    text = {**SIZES, "vocab_size": VOCAB_SIZE, "head_dim": 16, "sliding_window": 21, "sliding_window_pattern": "LLG"}
+    text |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "model_type": "exaone4"}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_key_value_heads": 2}
+    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    return Exaone4_5_ForConditionalGeneration(Exaone4_5_Config(text_config=text, vision_config=vision))
+
+
+@pytest.mark.parametrize("make", [_gemma, _exaone])
+def test_the_text_model_of_one_for_texts_and_images(make: Callable[[], Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config).eval()
+    model = make().eval()
     source = checkpoints.save_folder(tmp_path / "source", model)
     driver = Driver(
         prepare(Settings(model=str(source), cache_dir=str(tmp_path / "cache"))), settings(kernels="torch", kv_mib=2)

@@ -62,6 +62,8 @@ def squeezed(name: str, data: Array, config: Any) -> Array:
 def experts_apart(name: str, data: Array, config: Any) -> dict[str, Array]:
     """A tensor by the name that gguf-py knows. Gate and up of all experts are one in transformers, in gpt-oss row by
     row, and its matrices are transposed."""
+    if name.endswith("e_score_correction_bias"):
+        return {name.replace("_bias", ".bias").replace("gate.moe", "moe"): data.reshape(-1)}
     stem, _, last = name.rpartition(".")
     if not stem.endswith("mlp.experts"):
         return {name: data}
@@ -93,6 +95,15 @@ class Case:
 
 A = gguf.MODEL_ARCH
 EXPERTS = {"expert_count": 6, "expert_used_count": 3}
+GLM_EXPERTS = {
+    **EXPERTS,
+    "expert_feed_forward_length": 32,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 2.5,
+    "expert_weights_norm": True,
+    "leading_dense_block_count": 1,
+}
 CASES = {
     "gemma": Case("gemma", A.GEMMA, convert=norms_plus_one),
     "gemma2": Case(
@@ -191,6 +202,18 @@ CASES = {
     ),
     "qwen3moe": Case("qwen3_moe", A.QWEN3MOE, {**EXPERTS, "expert_feed_forward_length": 32}, pre="qwen2"),
     "olmoe": Case("olmoe", A.OLMOE, EXPERTS, pre="olmo"),
+    "glm4moe": Case("glm4_moe", A.GLM4_MOE, GLM_EXPERTS, pre="glm4"),
+    "glm4moe, groups": Case(
+        "glm4_moe, groups",
+        A.GLM4_MOE,
+        {**GLM_EXPERTS, "expert_group_count": 3, "expert_group_used_count": 2, "expert_shared_count": 2},
+        pre="glm4",
+    ),
+    "ernie4_5-moe": Case(
+        "ernie4_5_moe",
+        A.ERNIE4_5_MOE,
+        {**EXPERTS, "expert_feed_forward_length": 32, "expert_shared_count": 2, "leading_dense_block_count": 1},
+    ),
     "gpt-oss": Case(
         "gpt_oss, each second layer",
         A.GPT_OSS,

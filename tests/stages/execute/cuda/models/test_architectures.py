@@ -34,6 +34,7 @@ FEW = (
     "granite",  # factors of embeddings, scores, results and logits
     "qwen2_moe, some layers",  # a shared expert with a gate, and a dense layer
     "olmoe",
+    "glm4_moe, groups",  # experts in groups, a selection bias, sigmoid scores
     "gpt_oss",  # sinks, biases of experts, clamped SwiGLU, windows in some layers
 )
 NAMES = tuple(VARIANTS) if os.environ.get("PIPELINE_ALL_GPU_ARCHITECTURES") else FEW
