@@ -224,14 +224,15 @@ class ThreadPool:
         self.size = size
         self.handle = library.thread_pool_new(size, spins)
 
-    def allocate(self, num_bytes: int) -> ByteArray:
-        """Zeroed memory aligned to a page, in huge pages if possible. All pages are touched here, so that a lack of
-        memory shows at the start, and no step waits for page faults."""
+    def allocate(self, num_bytes: int, *, touches: bool = True) -> ByteArray:
+        """Zeroed memory aligned to a page, in huge pages if possible. If it `touches` all pages, a lack of memory shows
+        at the start, and no step waits for page faults."""
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(memory, np.uint8)
-        self.library.touch(self.handle, array.ctypes.data, num_bytes)
+        if touches:
+            self.library.touch(self.handle, array.ctypes.data, num_bytes)
         return array
 
     def close(self) -> None:

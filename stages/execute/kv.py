@@ -52,6 +52,8 @@ class KVPlan:
     """0: as many as the states of all recurrent layers take."""
     state_tokens: int = 0
     """Tokens whose KV has the size of a slot."""
+    touches: bool = True
+    """Whether all of the memory is touched when it is allocated. An executor that wakes touches what it uses."""
 
 
 class SwapMemory(NamedTuple):

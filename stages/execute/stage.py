@@ -225,11 +225,12 @@ def _load_cpu(
 ) -> "tuple[Runner, MakeSteps]":
     from pipeline.stages.execute.cpu.kept_library import KeptLibrary
     from pipeline.stages.execute.cpu.runner import CpuRunner
-    from pipeline.stages.execute.cpu.saved_kv import SavedKV
+    from pipeline.stages.execute.cpu.saved_kv import SavedKV, has_saved
     from pipeline.stages.execute.cpu.steps import CpuSteps
 
     before = launch.facts if launch.replay is None else None
-    kept = KeptLibrary(launch.library_fd, None if before is None else before.backend)
+    wakes = has_saved(launch.saved_kv_fd)
+    kept = KeptLibrary(launch.library_fd, None if before is None else before.backend, wakes=wakes)
     runner = CpuRunner(
         launch.settings, Path(launch.model_dir), swap, _rank_context(launch), kept=kept, compiling=compiling
     )

@@ -55,6 +55,8 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     """The supervisor's process id."""
     checks_code: bool = False
     """Refuse if other code is installed now than when the fork server began."""
+    modules: list[str] = []
+    """If there are any: fork nothing and answer nothing, but import these for the processes that are forked later."""
 
 
 class Forked(msgspec.Struct, array_like=True, frozen=True):
@@ -69,7 +71,12 @@ class _Files:
     """The files of the modules that are imported, to notice that other code is installed."""
 
     def __init__(self) -> None:
-        self._files = {file: self._state(file) for file in self._names()}
+        self._files: dict[str, tuple[int, int, int] | None] = {}
+        self.add_new()
+
+    def add_new(self) -> None:
+        """More modules were imported."""
+        self._files |= {file: self._state(file) for file in self._names() - self._files.keys()}
 
     def are_same(self) -> bool:
         """Whether they are still what was imported."""
@@ -97,11 +104,16 @@ def serve(connection: socket.socket) -> list[int]:
     for name in SHARED:
         importlib.import_module(name)
     files = _Files()
-    problem = "" if len(list(Path("/proc/self/task").iterdir())) == 1 else HAS_THREADS
-    gc.freeze()
+    problem = _settle()
     while True:
         order, fds = _receive(connection)
-        if problem or (order.checks_code and not files.are_same()):
+        if order.modules:
+            for name in order.modules:
+                with contextlib.suppress(Exception):  # the process that needs it says why
+                    importlib.import_module(name)
+            files.add_new()
+            problem = _settle()
+        elif problem or (order.checks_code and not files.are_same()):
             _answer(connection, Forked(0, problem or OUTDATED))
         elif _fork(connection, order.parent):
             connection.close()
@@ -111,6 +123,12 @@ def serve(connection: socket.socket) -> list[int]:
             return fds
         for fd in fds:
             os.close(fd)
+
+
+def _settle() -> str:
+    """All is imported for now. Returns why nothing can be forked, or an empty string."""
+    gc.freeze()
+    return "" if len(list(Path("/proc/self/task").iterdir())) == 1 else HAS_THREADS
 
 
 def _fork(connection: socket.socket, parent: int) -> bool:

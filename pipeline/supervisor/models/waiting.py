@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from pipeline.supervisor.models.model_thread import Event, ManagedModel, needed_bytes
 from pipeline.supervisor.models.placement import Decision, Occupant, decide
 
+WAKE_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)
+"""How long a model whose wake has failed waits until the next one, by the number of failures in a row."""
+
 
 class WaitingModels:
     """Owns what is wanted. All methods but `decide` are of the manager's loop."""
@@ -35,6 +38,10 @@ class WaitingModels:
         """What was decided last about those that wait."""
         self.due_s = math.inf
         """When the next turn begins, by time.monotonic()."""
+        self._num_failed: dict[str, int] = {}
+        """How many wakes of a model have failed, one after the other."""
+        self._may_wake_s: dict[str, float] = {}
+        """When it is woken again at the earliest, by time.monotonic()."""
 
     def want(self, model: ManagedModel) -> None:
         self._wanted.setdefault(model.name, time.time())
@@ -62,7 +69,7 @@ class WaitingModels:
 
     def turn(self) -> None:
         """Load and wake what fits, and make room for the others."""
-        self.due_s, only_sleepers = math.inf, False
+        self.due_s, only_sleepers, now_s = math.inf, False, time.monotonic()
         for name in list(self._wanted):
             model = self._models[name]
             if model.is_asleep and not model.is_busy:
@@ -70,13 +77,17 @@ class WaitingModels:
                 continue
             if model.state == "unloading" or (only_sleepers and not model.is_asleep):
                 continue
+            if model.is_asleep and now_s < (may_wake_s := self._may_wake_s.get(name, 0.0)):
+                self.due_s = min(self.due_s, may_wake_s)  # its last wake has failed; others go first meanwhile
+                continue
             self._decisions[name] = decision = self.decide(model, self.needed(model))
             for other in decision.leave:
                 self._unload(self._models[other])
             for other in decision.sleep:
                 self._put_to_sleep(self._models[other])
             if decision.waits_for and not decision.is_open_ended:
-                self.due_s = decision.due_s if not decision.sleep else math.inf
+                if not decision.sleep:
+                    self.due_s = min(self.due_s, decision.due_s)
                 return  # the first one that waits is the first one that loads
             if decision.waits_for or (decision.problem and model.is_asleep):
                 only_sleepers = True  # others end only if those that sleep have their turns
@@ -131,8 +142,18 @@ class WaitingModels:
             if event == "asleep":
                 model.saved_bytes = num_bytes
                 model.num_turns += 1
+            else:
+                self._wake_failed(model.name)
             model.turn = "asleep"
             if model.is_busy:
                 self.want(model)
         else:
+            self._num_failed.pop(model.name, None)
             model.turn, model.awake_since_s = "awake", time.monotonic()
+
+    def _wake_failed(self, name: str) -> None:
+        num_before = self._num_failed.get(name, 0)
+        self._num_failed[name] = num_before + 1
+        pause_s = WAKE_PAUSES_S[min(num_before, len(WAKE_PAUSES_S) - 1)]
+        self._may_wake_s[name] = time.monotonic() + pause_s
+        self._log.warning("can't wake", extra={"fields": {"model": name, "again_s": pause_s}})

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -132,6 +133,11 @@ class ChildTable:
         if self._hosts is not None and topology.is_remote(self.settings, launch.name):
             return self._hosts.start(launch, waits=waits)
         return self._run_mode.start(launch, self._num_threads(launch), waits=waits, fork_server=self._fork_server)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import modules ahead for processes that start later."""
+        if self._fork_server is not None:
+            self._fork_server.preload(modules)
 
     def turn(self) -> None:
         """Start the fork server again if it has died."""

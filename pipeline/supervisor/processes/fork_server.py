@@ -100,6 +100,8 @@ class ForkServer:
         """An order has the next answer, and only then may a process be given to this one."""
         self._starts_s: list[float] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._imported: set[str] = set()
+        """Modules that it was asked to import, besides those of every stage."""
         self._start()
 
     @property
@@ -113,6 +115,7 @@ class ForkServer:
         if len(self._starts_s) > MAX_STARTS:
             self._log.warning("the fork server has died too often; stages start with exec")
             return
+        self._imported.clear()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(FIRST_ANSWER_S)
         with theirs:
@@ -129,6 +132,17 @@ class ForkServer:
         must be started with exec. With `checks_code`, it has the code that is installed now."""
         with self._lock:
             return self._fork(environ, fds, checks_code=checks_code)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Have it import modules that processes need which are forked later. Does not wait for it."""
+        with self._lock:
+            new = [name for name in modules if name not in self._imported]
+            if self._process is None or not new:
+                return
+            self._imported.update(new)
+            with contextlib.suppress(OSError):  # it has ended; the next process starts without
+                order = Order(0, {}, [], os.getpid(), modules=new)
+                self._connection.send(msgspec.msgpack.encode(order), socket.MSG_DONTWAIT)
 
     def _fork(self, environ: Mapping[str, str], fds: Sequence[int], *, checks_code: bool) -> ForkedProcess | None:
         order = Order(len(fds), dict(environ), sorted(os.sched_getaffinity(0)), os.getpid(), checks_code)

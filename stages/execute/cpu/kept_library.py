@@ -17,11 +17,11 @@ from pipeline.runtime.messages import Backend
 class KeptLibrary:
     """What one executor's process leaves to its successor."""
 
-    def __init__(self, fd: int = -1, before: Backend | None = None) -> None:
+    def __init__(self, fd: int = -1, before: Backend | None = None, *, wakes: bool = False) -> None:
         """`fd` is the memory, empty at first; -1: there is none. `before` is the back end of the process that this one
-        replaces; None for the first one."""
+        replaces; None for the first one. It `wakes` if that one has left a saved KV cache (saved_kv.py)."""
         self._fd = fd
-        self.before = before
+        self.before, self.wakes = before, wakes
 
     def keep(self, library: CDLL) -> None:
         """Copy a loaded library. Raises OSError if it can't be read, or if there is no memory."""

@@ -113,7 +113,7 @@ class CpuRunner(Runner):
             inputs=self.inputs,
             sampling_inputs=self.sampling_inputs,
             scores=self.scores,
-            kv=replace(kv, layout=kv_layout_of(kv.layout, part)),
+            kv=replace(kv, layout=kv_layout_of(kv.layout, part), touches=not kept.wakes),
             num_threads=threads_of(settings),
             swap=swapped and swapped.blocks,
             panels=panels,

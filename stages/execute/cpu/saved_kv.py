@@ -32,6 +32,11 @@ from pipeline.stages.execute.rows import Take
 LENGTH = struct.Struct("<Q")
 
 
+def has_saved(fd: int) -> bool:
+    """Whether the executor before has saved its KV cache in this memory; not if there is none (-1)."""
+    return fd >= 0 and os.fstat(fd).st_size > 0
+
+
 class SavedHeader(msgspec.Struct, array_like=True, frozen=True):
     """What the memory holds."""
 

@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from pipeline.http_server.apis.table import family_of
-from pipeline.stages.gateway.dialect import EVENT_STREAM
+from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM
 from pipeline.stages.gateway.errors import ApiError
 
 BEGUN = web.RequestKey("begun stream", web.StreamResponse)
 """The response of a request, if it was begun early."""
+WAITING = web.RequestKey("waiting", Callable[[], str])  # type: ignore[type-abstract]
+"""Says what the request waits for; an empty string if its model is loaded and awake."""
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -27,6 +29,16 @@ async def wait_with_keep_alives(
         await task
     finally:
         task.cancel()
+
+
+def keep_alive_of(http_request: web.Request, keep_alive: bytes) -> bytes:
+    """What an event stream says while there is no output: `keep_alive`, after a comment if the model sleeps for
+    others."""
+    waiting = http_request.get(WAITING)
+    words = "" if waiting is None else waiting()
+    if not words:
+        return keep_alive
+    return f": {words}\n\n".encode() + (b"" if keep_alive == COMMENT else keep_alive)
 
 
 async def begun(http_request: web.Request) -> web.StreamResponse:

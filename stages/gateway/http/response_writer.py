@@ -34,7 +34,7 @@ from pipeline.stages.gateway.admission.unread import UnreadOutput
 from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.early_stream import BEGUN, STREAM_HEADERS
+from pipeline.stages.gateway.http.early_stream import BEGUN, STREAM_HEADERS, keep_alive_of
 from pipeline.stages.gateway.http.keep_alive import KeepAlive
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
@@ -192,7 +192,9 @@ async def send_stream(
         is_rest = False
         data = due(b"" if is_continued else events.first())
         with KeepAlive(
-            http_request, keep_alive_s, lambda: _write(http_request, response, dialect.keep_alive)
+            http_request,
+            keep_alive_s,
+            lambda: _write(http_request, response, keep_alive_of(http_request, dialect.keep_alive)),
         ) as keep_alive:
             while not events.are_over:
                 if data:
@@ -240,7 +242,9 @@ async def send_log(
         await response.prepare(http_request)
         http_request.writer.send_headers()
         is_rest = False
-        with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, COMMENT)) as keep_alive:
+        with KeepAlive(
+            http_request, keep_alive_s, lambda: _write(http_request, response, keep_alive_of(http_request, COMMENT))
+        ) as keep_alive:
             while first < len(log) or not log.is_over:
                 data, first = log.read(first)
                 if data:

@@ -24,7 +24,7 @@ from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.apis.ollama import models as ollama
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http.applications import Applications
-from pipeline.stages.gateway.http.early_stream import BEGUN, fail, wait_with_keep_alives
+from pipeline.stages.gateway.http.early_stream import BEGUN, WAITING, fail, wait_with_keep_alives
 from pipeline.stages.gateway.http.route import Route
 from pipeline.stages.gateway.models.model_fields import ModelFields, keep_s, model_fields_of
 from pipeline.stages.gateway.models.server import ModelsApi
@@ -141,6 +141,8 @@ class ModelsApp(Applications):
             while not model.serves:
                 await self._wait(http_request, model, streams=streams and RESUMABLE not in http_request.headers)
             assert model.gateway is not None
+            if streams:
+                http_request[WAITING] = functools.partial(sleeping_words, model, self._seen())
             return await model.gateway.handler(route)(http_request)
 
     async def _wait(self, http_request: web.Request, model: ModelEntry, *, streams: bool) -> None:
@@ -149,12 +151,15 @@ class ModelsApp(Applications):
         scope = current_scope() or client_address(http_request.transport)
         left_s = time_left.of_headers(http_request.headers)
         loaded = self._table.until_loaded(model, len(http_request.get(KEPT_BODY, b"")), scope, left_s)
-        seen = set(self._table.allowed_names(one.name for one in self._table.all()))  # a key may not know all
-        words = functools.partial(waiting_words, model, seen)
+        words = functools.partial(waiting_words, model, self._seen())
         if streams and self._keep_alive_s:
             await wait_with_keep_alives(http_request, loaded, self._keep_alive_s, words)
         else:
             await loaded
+
+    def _seen(self) -> Collection[str]:
+        """The models that the client may know: a key may not know all."""
+        return set(self._table.allowed_names(one.name for one in self._table.all()))
 
     # ------------------------------------------------------------------------------------- llama.cpp's router routes
 
@@ -192,9 +197,20 @@ def waiting_words(model: ModelEntry, seen: Collection[str]) -> str:
     status = model.status
     if not status.position:
         return f"the model is {model.state}"
-    names = [name for name in status.waits_for if name in seen]
+    return f"the model waits to be loaded: {_position_of(model, seen)}"
+
+
+def sleeping_words(model: ModelEntry, seen: Collection[str]) -> str:
+    """What an open request waits for while its model sleeps, as `waiting_words`; empty if it does not."""
+    if model.status.state != "sleeping":
+        return ""
+    return f"the model sleeps: {_position_of(model, seen)}" if model.status.position else "the model sleeps"
+
+
+def _position_of(model: ModelEntry, seen: Collection[str]) -> str:
+    names = [name for name in model.status.waits_for if name in seen]
     others = f", after {', '.join(names)}" if names else ""
-    return f"the model waits to be loaded: position {status.position}{others}"
+    return f"position {model.status.position}{others}"
 
 
 def _json(value: Any) -> web.Response:

@@ -129,3 +129,19 @@ def test_a_request_that_cannot_wake_the_server_waits_and_the_next_one_tries_agai
             away.rename(weights)
             assert complete(server, PROMPT, 200)["choices"][0]["text"] == expected
             assert text_of(list(first)) == expected
+
+
+def test_an_executor_that_wakes_takes_memory_for_the_blocks_that_it_uses(tiny_model: Path) -> None:
+    def resident_bytes() -> int:
+        server.look()
+        return int(server.stage("execute").memory_info().rss)
+
+    with Server(*sets(tiny_model, "0"), "execute.kv_cache_bytes=512MiB", "gateway.enable_sleep_mode=true") as server:
+        assert resident_bytes() > 512 << 20
+        sleep(server)
+        wake_up(server)
+        complete(server, PROMPT, 20)
+        assert resident_bytes() < 256 << 20
+        kill(pids(server)["execute.0"])
+        server.until(lambda health: health["status"] == "ok")
+        assert resident_bytes() > 512 << 20, "one that died awake had not left a saved KV cache"

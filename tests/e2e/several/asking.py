@@ -56,3 +56,12 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
         assert time.monotonic() < end_s, "it did not come true"
         time.sleep(0.02)
     return found
+
+
+def events_of(server: Server, path: str, body: dict[str, Any]) -> list[str]:
+    """The lines of a stream that are not empty."""
+    request = urllib.request.Request(
+        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return [line for line in response.read().decode().splitlines() if line]

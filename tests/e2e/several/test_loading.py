@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import Client, SamplingParams
 from tests.e2e.server import Server
-from tests.e2e.several.asking import GREEDY, ask, completion, error_of, states, statuses, until
+from tests.e2e.several.asking import GREEDY, ask, completion, error_of, events_of, states, statuses, until
 from tests.e2e.several.conftest import config
 
 KEY, OTHER_KEY, SLOW_KEY = "sk-all", "sk-vectors", "sk-slow"
@@ -47,15 +47,6 @@ load_at_start = false
     (folders / "wrong.gguf").write_bytes(b"GGUF")
     with Server(config=config(folders, "small", "700MiB", tables, top)) as server:
         yield server
-
-
-def events_of(server: Server, path: str, body: dict[str, Any]) -> list[str]:
-    """The lines of a stream that are not empty."""
-    request = urllib.request.Request(
-        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return [line for line in response.read().decode().splitlines() if line]
 
 
 def post(server: Server, path: str) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import Server
-from tests.e2e.several.asking import completion, statuses, until
+from tests.e2e.several.asking import completion, events_of, statuses, until
 from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
 NAMES = ("one", "two", "three")
@@ -28,14 +28,14 @@ RECOMPUTED = "pipeline_schedule_recomputed_prompt_tokens_total"
 
 @pytest.fixture(scope="module")
 def server(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of three models with room for one that is awake and two that sleep: 704 MiB and 2 * 320 MiB."""
+    """A server of three models with room for one that is awake and two that sleep: 704 MiB and 2 * 129 MiB."""
     tables = f'[execute]\nswap_dir = "{tmp_path_factory.mktemp("swap")}"\nkv_cache_bytes = "384MiB"\nnum_threads = 1\n'
     for index, name in enumerate(NAMES):
         save_folder(folders / name, tiny_llama(num_hidden_layers=2 + index, max_position_embeddings=1024))
         tables += f'[models.{name}]\nmodel = "{folders}/{name}"\nload_at_start = false\n'
     path = folders / "turns.toml"
     top = f'cache_dir = "{folders}/cache"\nmemory_bytes = "1400MiB"\nswap_quantum_s = {QUANTUM_S}\n'
-    path.write_text(f"{top}[supervisor]\nmax_restarts = 1000\n{tables}")
+    path.write_text(f"{top}[gateway]\nsse_keep_alive_s = 0.1\n[supervisor]\nmax_restarts = 1000\n{tables}")
     with Server(config=path) as server:
         server.wait_for_line("ready on http", 60)
         yield server
@@ -107,6 +107,14 @@ def test_a_stage_that_is_killed_during_a_swap_changes_no_text(
     found, _ = run(server)
     thread.join()
     assert found == alone and killed
+
+
+def test_the_keep_alives_of_a_stream_whose_model_sleeps_show_its_position(server: Server) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda name: events_of(server, "/v1/completions", body | {"model": name}), NAMES[:2])
+        comments = {line for lines in found for line in lines if line.startswith(": the model sleeps")}
+    assert comments & {f": the model sleeps: position 1, after {name}" for name in NAMES[:2]}, comments
 
 
 def kill_process(server: Server, title: str) -> bool:

@@ -22,6 +22,7 @@ from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.processes import fork_server as fork_server_module
 from pipeline.supervisor.processes.fork_server import MAX_STARTS, ForkedProcess, ForkServer
 from pipeline.supervisor.processes.process import ChildProcess
+from pipeline.supervisor.restart.sleep import EXECUTOR_MODULES
 
 PATIENCE_S = 60.0
 STAGE = """
@@ -46,7 +47,9 @@ def run(launch):
         "cores": sorted(os.sched_getaffinity(0)),
         "ignored": [one for one in range(1, 32) if signal.getsignal(one) == signal.SIG_IGN],
         "collects": gc.isenabled(),
-        "imported": [name for name in ("torch", "zmq") if name in sys.modules],
+        "imported": [
+            name for name in ("torch", "zmq", "ahead", "pipeline.stages.execute.loop") if name in sys.modules
+        ],
         "code": shared_code.VERSION,
         "random": random.random(),
     }
@@ -302,3 +305,33 @@ def test_a_forked_process_can_be_waited_for_with_a_timeout(bench: Bench, fork_se
     process.send_signal(signal.SIGKILL)
     assert process.wait(PATIENCE_S) == -signal.SIGKILL
     process.send_signal(signal.SIGKILL)  # of one that has ended, whose number another may have
+
+
+def test_a_forked_process_has_modules_that_were_imported_ahead(bench: Bench, fork_server: ForkServer) -> None:
+    (bench.folder / "ahead.py").write_text("NAME = 'ahead'\n")
+    bench.start(fork_server)
+    assert "ahead" not in bench.found()["imported"]  # type: ignore[operator]
+    for _ in range(2):
+        fork_server.preload(["ahead", "there_is_no_such_module"])
+        bench.start(fork_server)
+        assert "ahead" in bench.found()["imported"]  # type: ignore[operator]
+    assert all(is_forked(one) for one in bench.children)
+
+
+def test_other_code_of_a_module_imported_ahead_starts_the_fork_server_again(
+    bench: Bench, fork_server: ForkServer
+) -> None:
+    (bench.folder / "ahead.py").write_text("NAME = 'ahead'\n")
+    fork_server.preload(["ahead"])
+    bench.start(fork_server, wire_version=wire_version())
+    assert "ahead" in bench.found()["imported"]  # type: ignore[operator]
+    before = fork_server.pid
+    (bench.folder / "ahead.py").write_text("NAME = 'other code'\n")
+    bench.start(fork_server, wire_version=wire_version())
+    assert "ahead" not in bench.found()["imported"] and fork_server.pid != before  # type: ignore[operator]
+
+
+def test_modules_that_an_executor_needs_start_no_thread(bench: Bench, fork_server: ForkServer) -> None:
+    fork_server.preload(EXECUTOR_MODULES)
+    assert is_forked(bench.start(fork_server))
+    assert bench.found()["imported"] == ["zmq", "pipeline.stages.execute.loop"]

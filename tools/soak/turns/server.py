@@ -10,12 +10,14 @@ from typing import Any
 import psutil
 
 from pipeline.config.settings import Settings
-from pipeline.supervisor.models.model_thread import PROCESSES_BYTES
+from pipeline.supervisor.models.model_thread import PROCESSES_BYTES, SLEEPING_BYTES, SLEEPING_ENTRY_BYTES
 from tools.benchmarks.served import Served
 
 KV_BYTES = 512 << 20
 WEIGHTS_BYTES = 160 << 20
 """More than the weights of each of the models; less than `KV_BYTES`, so that two never fit."""
+VOCAB_SIZE = 50_000
+"""The largest that there may be."""
 ASK_S = 30.0
 STAGES = ("ingest", "schedule", "execute", "detokenize")
 """Those that each model has for itself."""
@@ -35,7 +37,8 @@ def models_of(given: list[str], folder: Path) -> dict[str, str]:
 
 def memory_bytes(num_models: int) -> int:
     """Room for one model that is awake, and others that sleep."""
-    return num_models * PROCESSES_BYTES + KV_BYTES + WEIGHTS_BYTES
+    sleeping = SLEEPING_BYTES + SLEEPING_ENTRY_BYTES * VOCAB_SIZE
+    return PROCESSES_BYTES + KV_BYTES + WEIGHTS_BYTES + (num_models - 1) * sleeping
 
 
 def write_config(folder: Path, models: dict[str, str], quantum_s: float, num_threads: int) -> Path:

@@ -69,7 +69,8 @@ class NativeAttention:
         self._layer_bytes = layer_bytes(config, kv_type, len(share.kv_heads))
         self._kv = [
             native.NativeLayerMemory(
-                memory.allocate(kv.num_blocks * self._layer_bytes), len(share.kv_heads), config.head_dim, kv_type
+                memory.allocate(kv.num_blocks * self._layer_bytes, touches=kv.touches),
+                *(len(share.kv_heads), config.head_dim, kv_type),
             )
             for _ in range(kv.layout.layers_per_group)
         ]

@@ -48,8 +48,8 @@ class NativeMemory:
         """The form of activations for a matmul with a matrix."""
         return native.form_for(matrix.format, self._activations, in_blocks=bool(self._library.prefers_blocks()))
 
-    def allocate(self, num_bytes: int) -> int:
-        array = self._thread_pool.allocate(num_bytes)
+    def allocate(self, num_bytes: int, *, touches: bool = True) -> int:
+        array = self._thread_pool.allocate(num_bytes, touches=touches)
         self.kept.append(array)
         return int(array.ctypes.data)
 

@@ -1,0 +1,123 @@
+"""A model that can't wake waits longer and longer between its tries, and others have their turns meanwhile."""
+
+import logging
+import math
+import time
+from typing import Any
+
+import pytest
+
+from pipeline.config.by_device import kv_bytes_in_ram
+from pipeline.config.settings import Settings
+from pipeline.supervisor.models import waiting
+from pipeline.supervisor.models.model_thread import (
+    PROCESSES_BYTES,
+    SLEEPING_BYTES,
+    SLEEPING_ENTRY_BYTES,
+    ManagedModel,
+)
+from pipeline.supervisor.models.waiting import WAKE_PAUSES_S, WaitingModels
+
+MIB = 1 << 20
+
+
+class Thread:
+    """A model's thread that notes what it is asked for."""
+
+    is_asleep = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def set_turn(self, sleeps: bool) -> None:
+        self.asked.append("sleep" if sleeps else "wake")
+
+
+class Bench:
+    """Two models of which one fits, `a` asleep with open requests; and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(waiting, "time", self)
+        self.threads = {name: Thread() for name in "ab"}
+        self.models = {
+            name: ManagedModel(name, Settings(), "loaded", num_bytes=1000 * MIB, is_busy=True) for name in "ab"
+        }
+        for name, model in self.models.items():
+            thread: Any = self.threads[name]
+            model.thread = thread
+        self.models["a"].turn = "asleep"
+        self.loaded: list[str] = []
+        self.waiting = WaitingModels(
+            *(self.models, 2400 * MIB, 10.0),
+            lambda model: self.loaded.append(model.name),
+            lambda model: None,
+            lambda model, problem: None,
+            logging.getLogger("test"),
+        )
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def time(self) -> float:
+        return time.time()
+
+    def turn(self, seconds: float = 0.0) -> list[str]:
+        """Time passes. Returns what `a` is asked for."""
+        self.now_s += seconds
+        self.threads["a"].asked.clear()
+        self.waiting.turn()
+        return self.threads["a"].asked
+
+    def fail(self) -> None:
+        self.waiting.happened(self.models["a"], "not awake", 0)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    one = Bench(monkeypatch)
+    one.models["b"].state = "unloaded"
+    one.waiting.want(one.models["a"])
+    return one
+
+
+def test_a_model_that_can_not_wake_is_woken_again_after_a_pause_that_grows(bench: Bench) -> None:
+    assert bench.turn() == ["wake"]
+    for pause_s in (*WAKE_PAUSES_S, WAKE_PAUSES_S[-1]):
+        bench.fail()
+        assert bench.turn() == [] and bench.waiting.due_s == bench.now_s + pause_s
+        assert bench.waiting.position("a") == 1
+        assert bench.turn(pause_s - 0.01) == []
+        assert bench.turn(0.01) == ["wake"]
+        assert bench.waiting.due_s == math.inf
+
+
+def test_the_pause_is_the_first_one_again_once_it_was_awake(bench: Bench) -> None:
+    for _ in range(3):
+        bench.turn(60.0)
+        bench.fail()
+    bench.turn(60.0)
+    bench.waiting.happened(bench.models["a"], "awake", 0)
+    bench.waiting.happened(bench.models["a"], "asleep", 0)
+    assert bench.turn() == ["wake"]
+    bench.fail()
+    assert bench.turn(WAKE_PAUSES_S[0]) == ["wake"]
+
+
+def test_another_model_is_loaded_during_the_pause(bench: Bench) -> None:
+    bench.turn()
+    bench.fail()
+    bench.waiting.want(bench.models["b"])
+    assert bench.turn() == [] and bench.loaded == ["b"]
+
+
+def test_a_model_that_sleeps_keeps_its_processes_and_what_it_has_saved(bench: Bench) -> None:
+    one = bench.models["b"]
+    kv_bytes = kv_bytes_in_ram(one.settings)
+    assert one.stays_bytes == PROCESSES_BYTES + one.settings.execute.swap_bytes + kv_bytes, "before it is prepared"
+    one.vocab_size = 50_000
+    processes = SLEEPING_BYTES + 50_000 * SLEEPING_ENTRY_BYTES
+    one.turn = "falling asleep"
+    assert one.stays_bytes == processes + one.settings.execute.swap_bytes + kv_bytes
+    bench.waiting.happened(one, "asleep", 7 * MIB)
+    assert one.stays_bytes == processes + one.settings.execute.swap_bytes + 7 * MIB
