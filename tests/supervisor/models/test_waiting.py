@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.supervisor.models import waiting
+from pipeline.supervisor.models.manager import ModelManager
 from pipeline.supervisor.models.model_thread import (
     PROCESSES_BYTES,
     SLEEPING_BYTES,
@@ -17,6 +19,7 @@ from pipeline.supervisor.models.model_thread import (
     ManagedModel,
 )
 from pipeline.supervisor.models.waiting import WAKE_PAUSES_S, WaitingModels
+from pipeline.supervisor.stopping import EXIT_OK
 
 MIB = 1 << 20
 
@@ -121,3 +124,14 @@ def test_a_model_that_sleeps_keeps_its_processes_and_what_it_has_saved(bench: Be
     assert one.stays_bytes == processes + one.settings.execute.swap_bytes + kv_bytes
     bench.waiting.happened(one, "asleep", 7 * MIB)
     assert one.stays_bytes == processes + one.settings.execute.swap_bytes + 7 * MIB
+
+
+def test_a_model_that_was_unloaded_while_requests_waited_for_it_is_still_busy() -> None:
+    """The gateway reports changes only: it has reported these requests before, and they wait until it is loaded."""
+    manager = object.__new__(ModelManager)
+    manager._starting, manager._log = "", logging.getLogger("test")
+    thread: Any = SimpleNamespace(join=lambda: None)
+    model = ManagedModel("a", Settings(), "unloading", is_busy=True, thread=thread, turn="waking")
+    manager._ended(model, EXIT_OK)
+    assert (model.state, model.turn, model.thread) == ("unloaded", "awake", None)
+    assert model.is_busy
