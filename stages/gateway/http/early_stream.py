@@ -3,6 +3,7 @@ meanwhile, which say what the request waits for. What fails then is an event, as
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -12,8 +13,16 @@ from pipeline.stages.gateway.errors import ApiError
 
 BEGUN = web.RequestKey("begun stream", web.StreamResponse)
 """The response of a request, if it was begun early."""
-WAITING = web.RequestKey("waiting", Callable[[], str])  # type: ignore[type-abstract]
-"""Says what the request waits for; an empty string if its model is loaded and awake."""
+
+
+class Waiting(NamedTuple):
+    """What an open request waits for."""
+
+    words: Callable[[], str]
+    """Returns it; an empty string if its model is loaded and awake."""
+
+
+WAITING = web.RequestKey("waiting", Waiting)
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -35,7 +44,7 @@ def keep_alive_of(http_request: web.Request, keep_alive: bytes) -> bytes:
     """What an event stream says while there is no output: `keep_alive`, after a comment if the model sleeps for
     others."""
     waiting = http_request.get(WAITING)
-    words = "" if waiting is None else waiting()
+    words = "" if waiting is None else waiting.words()
     if not words:
         return keep_alive
     return f": {words}\n\n".encode() + (b"" if keep_alive == COMMENT else keep_alive)

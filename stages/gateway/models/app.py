@@ -24,7 +24,7 @@ from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.apis.ollama import models as ollama
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http.applications import Applications
-from pipeline.stages.gateway.http.early_stream import BEGUN, WAITING, fail, wait_with_keep_alives
+from pipeline.stages.gateway.http.early_stream import BEGUN, WAITING, Waiting, fail, wait_with_keep_alives
 from pipeline.stages.gateway.http.route import Route
 from pipeline.stages.gateway.models.model_fields import ModelFields, keep_s, model_fields_of
 from pipeline.stages.gateway.models.server import ModelsApi
@@ -142,7 +142,7 @@ class ModelsApp(Applications):
                 await self._wait(http_request, model, streams=streams and RESUMABLE not in http_request.headers)
             assert model.gateway is not None
             if streams:
-                http_request[WAITING] = functools.partial(sleeping_words, model, self._seen())
+                http_request[WAITING] = Waiting(functools.partial(sleeping_words, model, self._seen()))
             return await model.gateway.handler(route)(http_request)
 
     async def _wait(self, http_request: web.Request, model: ModelEntry, *, streams: bool) -> None:
