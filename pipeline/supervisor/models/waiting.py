@@ -69,18 +69,24 @@ class WaitingModels:
 
     def turn(self) -> None:
         """Load and wake what fits, and make room for the others."""
-        self.due_s, only_sleepers, now_s = math.inf, False, time.monotonic()
+        self.due_s, now_s = math.inf, time.monotonic()
+        held: list[ManagedModel] = []
+        """Those that wait until others have no open requests, however long that is."""
         for name in list(self._wanted):
             model = self._models[name]
             if model.is_asleep and not model.is_busy:
                 del self._wanted[name]  # its requests have ended
                 continue
-            if model.state == "unloading" or (only_sleepers and not model.is_asleep):
+            if model.state == "unloading":
+                continue
+            if not (model.is_asleep or all(self._delays_not(model, one) for one in held)):
                 continue
             if model.is_asleep and now_s < (may_wake_s := self._may_wake_s.get(name, 0.0)):
                 self.due_s = min(self.due_s, may_wake_s)  # its last wake has failed; others go first meanwhile
                 continue
             self._decisions[name] = decision = self.decide(model, self.needed(model))
+            if held and not (model.is_asleep or decision.loads):
+                continue
             for other in decision.leave:
                 self._unload(self._models[other])
             for other in decision.sleep:
@@ -90,7 +96,8 @@ class WaitingModels:
                     self.due_s = min(self.due_s, decision.due_s)
                 return  # the first one that waits is the first one that loads
             if decision.waits_for or (decision.problem and model.is_asleep):
-                only_sleepers = True  # others end only if those that sleep have their turns
+                # Others end only if those that sleep have their turns.
+                held.append(model)
                 continue
             del self._wanted[name]
             if decision.problem:
@@ -99,6 +106,15 @@ class WaitingModels:
                 self._wake(model)
             else:
                 self._load(model)
+
+    def _delays_not(self, model: ManagedModel, held: ManagedModel) -> bool:
+        """Whether a model may be loaded before one that waits open-endedly: that one still fits as soon as those leave
+        that it waits for (backfilling, as batch schedulers do)."""
+        decision = self._decisions[held.name]
+        leaving = {model.name, held.name, *decision.waits_for}
+        kept = (one for one in self._models.values() if one.has_memory and one.name not in leaving)
+        num_bytes = sum(map(self.needed, (model, held, *kept)))
+        return not decision.problem and num_bytes <= self._memory_bytes
 
     def decide(self, model: ManagedModel, num_bytes: int) -> Decision:
         """What is done about a model that needs so many bytes while it is awake. Other threads may ask."""

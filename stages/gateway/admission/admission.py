@@ -79,6 +79,11 @@ class Admission:
         self.max_bytes = topology.max_open_bytes_of_one(settings)
 
     @property
+    def max_base_bytes(self) -> int:
+        """The most that open requests may keep without their output."""
+        return self.max_bytes // BASE_PART
+
+    @property
     def max_request_bytes(self) -> int:
         """The most that a request may keep with its output."""
         return self.max_bytes - self.max_bytes // BASE_PART
@@ -137,7 +142,7 @@ class Admission:
     @property
     def _num_free_bytes(self) -> int:
         """For new requests."""
-        return min(self.max_bytes - self.num_bytes, self.max_bytes // BASE_PART - self.num_base_bytes)
+        return min(self.max_bytes - self.num_bytes, self.max_base_bytes - self.num_base_bytes)
 
     def take(
         self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0, num_output_bytes: int = 0

@@ -4,10 +4,11 @@
                                                         └──────aborted, or its client has left──────► closed
 
 Admission checks what a request keeps at its start; output may grow beyond the limit. Then slow clients lose what waits
-for them (unread.py), and if that is not enough, the request with the most output is preempted: schedule forgets it. Its
-client waits and loses nothing. Of a stream the gateway keeps the ids, and of a reply that is sent as a whole only those
-of complete sequences: the others are generated again, with the same seed. It is submitted again with the next attempt,
-as after the death of a stage.
+for them (unread.py), and if that is not enough, the request with the most output is preempted, of the API key whose
+requests have the most together: schedule forgets it. With several keys that is an eighth before the limit (shares.py).
+Its client waits and loses nothing. Of a stream the gateway keeps the ids, and of a reply that is sent as a whole only
+those of complete sequences: the others are generated again, with the same seed. It is submitted again with the next
+attempt, as after the death of a stage.
 
 The oldest request that generates is not preempted, unless complete replies that wait for their clients take its room,
 and no request that exceeds the limit alone is admitted. So each becomes the oldest and ends. A small request is seldom
@@ -19,6 +20,7 @@ an event must not come amid what the stage does for a message or for another eve
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from http import HTTPStatus
 
@@ -27,6 +29,7 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admission.open_bytes import keeps_output, output_bytes
+from pipeline.stages.gateway.admission.shares import max_grown_bytes
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput, next_attempt
 from pipeline.stages.gateway.open_requests.request import Request
@@ -55,7 +58,7 @@ class Preemption:
         tasks that are ready now: replies that they send have returned their bytes by then. Call it at the end of each
         wake, in the event loop."""
         admission = self._table.admission
-        is_needed = self._waiting or admission.num_bytes > admission.max_bytes
+        is_needed = self._waiting or admission.num_bytes > self._max_bytes
         if is_needed and not self._is_due and not self._stage.replay_context.is_replaying:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._update)
@@ -63,11 +66,15 @@ class Preemption:
     def _update(self) -> None:
         self._is_due = False
         admission, unread = self._table.admission, self._table.unread_output
-        unread.free(lambda: admission.num_bytes + self._num_wanted <= admission.max_bytes)
-        if admission.num_bytes > admission.max_bytes:
+        unread.free(lambda: admission.num_bytes + self._num_wanted <= self._max_bytes)
+        if admission.num_bytes > self._max_bytes:
             self._make_room()
         elif self._waiting:
             self._resume()
+
+    @property
+    def _max_bytes(self) -> int:
+        return max_grown_bytes(self._table.admission, self._table.accounts.keys)
 
     @property
     def _num_wanted(self) -> int:
@@ -79,15 +86,21 @@ class Preemption:
 
     def _make_room(self) -> None:
         admission, oldest = self._table.admission, self._oldest()
-        running = sorted(self._running(), key=lambda one: (one.request is oldest, -one.num_output_bytes))
+        of_scope: Counter[str] = Counter()
+        for one in self._table.newest():
+            of_scope[one.request.parsed.scope] += one.num_output_bytes
+        running = sorted(
+            self._running(),
+            key=lambda one: (one.request is oldest, -of_scope[one.request.parsed.scope], -one.num_output_bytes),
+        )
         for one in running:
-            if admission.num_bytes <= admission.max_bytes:
+            if admission.num_bytes <= self._max_bytes:
                 return
             if one.request is oldest and not self._has_held:
                 break
             if one.num_output_bytes:
                 self.preempt(one)
-        if admission.num_bytes > admission.max_bytes and oldest is not None:
+        if admission.num_bytes > self._max_bytes and oldest is not None:
             self._end_if_too_large(oldest)
 
     @property
@@ -160,7 +173,7 @@ class Preemption:
     def _resume(self) -> None:
         admission = self._table.admission
         oldest = None if self._has_held else self._oldest()
-        num_free = admission.max_bytes - admission.num_bytes - self._num_returning()
+        num_free = self._max_bytes - admission.num_bytes - self._num_returning()
         for request_id, num_bytes in list(self._waiting.items()):
             prompt_request = self._table.get(request_id)
             if prompt_request is None or prompt_request.is_closed or not prompt_request.is_preempted:

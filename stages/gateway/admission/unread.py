@@ -130,7 +130,7 @@ class UnreadOutput:
 
         def check(admission: Admission) -> None:
             admission.admit(num_sequences, num_tokens, now_s, num_bytes, num_output_bytes)
-            check_share(admission, keys, parsed, num_tokens, self._table.newest())
+            check_share(*(admission, keys, parsed, num_tokens, self._table.newest()), num_bytes, num_output_bytes)
 
         self._check(check, parsed.scope)
 

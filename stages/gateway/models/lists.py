@@ -73,7 +73,9 @@ async def running_of(model: ModelEntry) -> OllamaRunningModel:
 
 
 def health_of(model: ModelEntry, body: HealthBody | None) -> dict[str, Any]:
-    """An entry of /health. `body` is what the server of this model alone would answer, if it serves."""
+    """An entry of /health. `body` is what the server of this model alone would answer, if it serves. Anybody may read
+    it, so it does not say why a model failed, which may name files."""
     found = {"name": model.name, "state": model.state} | status_of(model, list(model.status.waits_for))
-    del found["value"]
+    for name in ("value", "problem"):
+        found.pop(name, None)
     return found if body is None else found | {"health": msgspec.to_builtins(body)}

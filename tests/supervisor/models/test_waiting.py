@@ -135,3 +135,20 @@ def test_a_model_that_was_unloaded_while_requests_waited_for_it_is_still_busy() 
     manager._ended(model, EXIT_OK)
     assert (model.state, model.turn, model.thread) == ("unloaded", "awake", None)
     assert model.is_busy
+
+
+@pytest.mark.parametrize(("small_mib", "loads"), [(300, ["c"]), (500, [])])
+def test_a_model_that_fits_beside_is_loaded_before_one_that_waits_open_endedly(
+    monkeypatch: pytest.MonkeyPatch, small_mib: int, loads: list[str]
+) -> None:
+    """`b` waits for the requests of `a`, which can't sleep; `c` fits beside either, or only beside `a`."""
+    one = Bench(monkeypatch)
+    one.models["a"].turn = "awake"
+    one.waiting._quantum_s = 0.0
+    one.models["b"].state, one.models["b"].num_bytes = "unloaded", 2000 * MIB
+    one.models["c"] = ManagedModel("c", Settings(), "unloaded", num_bytes=small_mib * MIB, is_busy=True)
+    for name in "bc":
+        one.waiting.want(one.models[name])
+    one.turn()
+    assert one.waiting.waits_for("b") == ("a",)
+    assert one.loaded == loads

@@ -14,6 +14,7 @@ from pipeline.stages.gateway.admission.admission import Admission
 from pipeline.stages.gateway.apis.pooling.parsing import parse_pooling
 from pipeline.stages.gateway.errors import Overloaded
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from tests.stages.gateway.admission.test_preemption import MAX_BYTES, NUM_TOP, end, grow, load
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.http.access.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.test_scopes import post
@@ -45,6 +46,63 @@ def test_a_key_leaves_an_eighth_of_the_sequences_to_others(tmp_path: Path) -> No
         for index in range(MOST):
             gate.finish(submits[0], index=index)
         assert again[0].result().status_code == 200, "a request alone may have all"
+
+
+def test_the_output_of_a_key_leaves_an_eighth_of_the_bytes_to_others(tmp_path: Path) -> None:
+    """Complete replies with log probabilities are small when they are admitted, and grow."""
+    large = {"logprobs": True, "top_logprobs": NUM_TOP, "max_tokens": 180}
+    with locked(tmp_path, max_open_bytes=MAX_BYTES) as gate:
+        responses, submits = opened(gate, KEY, 3, **large)
+        for number in range(60):
+            grow(gate, submits[number % 3], 1)
+            open_bytes = load(gate)["open_bytes"]
+            if not gate.rig.nothing("schedule", 0.0):
+                break
+            assert open_bytes <= MAX_BYTES * 7 // 8
+        else:
+            raise AssertionError("no request was preempted")
+        closed = gate.closed()
+        assert closed[0] in {one.request_id for one in submits} and load(gate)["open_bytes"] <= MAX_BYTES * 7 // 8
+        left = [one for one in submits if one.request_id != closed[0]]
+        for one in left:
+            grow(gate, one, 1)
+        refused = post(gate, KEY, CHAT | {"messages": [{"role": "user", "content": "a" * 30_000}]}).result()
+        assert refused.status_code == 503 and "of this API key are open" in refused.text
+        other, (small,) = opened(gate, SECOND, 1)
+        gate.finish(small)
+        assert other[0].result().status_code == 200
+        for one in left:
+            end(gate, one)
+        again = gate.submit()
+        assert again.request_id == closed[0]
+        gate.continue_at(again, 0, 0)
+        gate.accept(again)
+        end(gate, again)
+        assert {one.result().status_code for one in responses} == {200}
+
+
+def test_the_key_with_the_most_output_gives_way(tmp_path: Path) -> None:
+    """Not the one with the largest request."""
+    large = {"logprobs": True, "top_logprobs": NUM_TOP, "max_tokens": 180}
+    with locked(tmp_path, max_open_bytes=MAX_BYTES) as gate:
+        small, submits = opened(gate, KEY, 4, **large)
+        alone, (single,) = opened(gate, SECOND, 1, **large)
+        grow(gate, single, 8)
+        for number in range(60):
+            grow(gate, submits[number % 4], 1)
+            load(gate)
+            if not gate.rig.nothing("schedule", 0.0):
+                break
+        closed = gate.closed()
+        assert closed[0] in {one.request_id for one in submits}
+        for one in (single, *(one for one in submits if one.request_id != closed[0])):
+            end(gate, one)
+        assert alone[0].result().status_code == 200
+        again = gate.submit()
+        gate.continue_at(again, 0, 0)
+        gate.accept(again)
+        end(gate, again)
+        assert {one.result().status_code for one in small} == {200}
 
 
 def test_results_of_poolers_count_before_they_come() -> None:

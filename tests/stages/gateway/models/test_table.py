@@ -26,6 +26,7 @@ from pipeline.runtime.messages.models import (
 )
 from pipeline.runtime.security.api_keys import ApiKey, Keys
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.models import lists
 from pipeline.stages.gateway.models import table as table_module
 from pipeline.stages.gateway.models.table import IDLE_S, ModelTable
 
@@ -104,6 +105,16 @@ async def test_a_model_that_has_failed_is_tried_again_after_a_while_only() -> No
     found.update(Models([msgspec.structs.replace(failed, since_s=time.time() + 1)]))
     with pytest.raises(ApiError, match="no file"):
         await waiting
+
+
+def test_only_the_list_says_why_a_model_failed() -> None:
+    """Anybody may read /health, and the reason may name files."""
+    failed = msgspec.structs.replace(CHAT, state="failed", problem="/secret/model.gguf is missing")
+    found, _ = table(failed)
+    entry = found.find("chat")
+    assert lists.status_of(entry, [])["problem"] == failed.problem
+    health = lists.health_of(entry, None)
+    assert health["state"] == "failed" and health["failed"] and "secret" not in str(health)
 
 
 async def test_a_model_is_asked_for_again_if_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
