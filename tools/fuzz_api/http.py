@@ -2,13 +2,25 @@
 
 import asyncio
 import json
+import re
+import time
 from urllib.parse import urlsplit
 
 from tools.fuzz_api.cases import Case, form_problem
 from tools.fuzzing.replies import FramingError, Reply, ReplyReader
 
-EXPECTED = (503, 504)
-"""Statuses above 499 that a server may answer: it is overloaded, or the request gave itself too little time."""
+OVERLOADED = (
+    r"\d+ of \d+ (sequences|prompt tokens|bytes) are free",
+    r"the limit of \d+ open (sequences|prompt tokens) is reached",
+    r"\d+ of \d+ bytes are free for large bodies",
+    r"other large bodies were parsed for",
+    r"clients with other API keys needed the room",
+    r"could not be checked in time: try again",
+)
+"""What a 503 may say: others have the room that the request needs, or the time in which its constraint of the output,
+which costs much, had to be checked. The server sends it with Retry-After, and a single such request gets none."""
+TIMED_OUT = re.compile(r"the request timed out after ([\d.e+-]+) s, ")
+"""What a 504 says: with the `timeout_s` that the request gave itself. The fuzzed server has none of its own."""
 BAD_CODES = (b'"code":"stage_died"', b'"code":"internal', b"internal server error")
 
 
@@ -27,6 +39,7 @@ class Client:
 
     async def send(self, case: Case) -> Reply:
         """Returns the reply. Raises Problem."""
+        began_s = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline_s):
                 reply = await self._exchange(case)
@@ -36,7 +49,7 @@ class Client:
         except (FramingError, ConnectionError) as error:
             self.close()
             raise Problem(f"{type(error).__name__}: {error}") from error
-        if problem := problem_of(case, reply):
+        if problem := problem_of(case, reply, time.monotonic() - began_s):
             raise Problem(problem)
         return reply
 
@@ -77,11 +90,24 @@ class Client:
             self._writer = None
 
 
-def problem_of(case: Case, reply: Reply) -> str:
-    """What is wrong with a reply; empty if nothing is."""
+def is_expected(status: int, message: str, took_s: float) -> bool:
+    """Whether a server may answer so to a request: it is overloaded, or the request gave itself too little time."""
+    if status == 503:
+        return any(re.search(pattern, message) for pattern in OVERLOADED)
+    match = TIMED_OUT.search(message) if status == 504 else None
+    return match is not None and 0 < float(match[1]) <= took_s
+
+
+def reason_of(reply: Reply) -> str:
+    """What an error above 499 says, without its numbers."""
+    return re.sub(r"[\d.]+", "N", reply.body.decode(errors="replace"))[:120] if reply.status >= 500 else ""
+
+
+def problem_of(case: Case, reply: Reply, took_s: float) -> str:
+    """What is wrong with a reply that took so long; empty if nothing is."""
     path = case.path.partition("?")[0]
-    if reply.status >= 500 and (reply.status not in EXPECTED or path == "/health"):
-        return f"status {reply.status}: {reply.body[:300]!r}"
+    if reply.status >= 500 and (path == "/health" or not is_expected(reply.status, reply.body.decode(), took_s)):
+        return f"status {reply.status} after {took_s:.3f} s: {reply.body[:300]!r}"
     kind = reply.headers.get("content-type", "").partition(";")[0]
     body = reply.body
     if reply.status >= 400:

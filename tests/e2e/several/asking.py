@@ -27,9 +27,9 @@ def ask(server: Server, path: str, body: dict[str, Any] | None = None, key: str 
             return json.loads(response.read())
     except urllib.error.HTTPError as error:
         answer = error.read()
-        error.fp = io.BytesIO(answer)
-        error.add_note(answer.decode())
-        raise
+        again = urllib.error.HTTPError(error.url, error.code, error.reason, error.headers, io.BytesIO(answer))
+        again.add_note(answer.decode())
+        raise again from None
 
 
 def error_of(server: Server, path: str, body: dict[str, Any], key: str = "") -> tuple[int, Any]:

@@ -65,6 +65,10 @@ def test_cases_cover_every_route_and_many_are_cheap_and_valid(description: dict[
 OPENAI = b'{"error":{"message":"m","type":"t","param":null,"code":null}}'
 ANTHROPIC = b'{"type":"error","error":{"type":"t","message":"m"},"request_id":"r"}'
 JSON = {"content-type": "application/json"}
+FULL = b"1 of 1024 sequences are free, and this request needs 3: n, or best_of, for each prompt"
+BUSY = b"the pattern could not be checked in time: try again"
+LATE = b"the request timed out after 0.5 s, before its first token"
+SLOW = b"the request timed out after 60 s, before its first token"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,12 @@ JSON = {"content-type": "application/json"}
         ("/v1/completions", Reply(1, 500, JSON, OPENAI), "status 500"),
         ("/v1/completions", Reply(1, 502, JSON, OPENAI), "status 502"),
         ("/health", Reply(1, 503, JSON, OPENAI), "status 503"),
-        ("/v1/completions", Reply(1, 503, JSON, OPENAI), ""),
+        ("/v1/completions", Reply(1, 503, JSON, OPENAI), "status 503"),
+        ("/v1/completions", Reply(1, 503, JSON, OPENAI.replace(b'"m"', b'"%b"' % FULL)), ""),
+        ("/v1/completions", Reply(1, 503, JSON, OPENAI.replace(b'"m"', b'"%b"' % BUSY)), ""),
+        ("/v1/completions", Reply(1, 504, JSON, OPENAI), "status 504"),
+        ("/v1/completions", Reply(1, 504, JSON, OPENAI.replace(b'"m"', b'"%b"' % LATE)), ""),
+        ("/v1/completions", Reply(1, 504, JSON, OPENAI.replace(b'"m"', b'"%b"' % SLOW)), "status 504"),
         ("/v1/completions", Reply(1, 400, JSON, OPENAI), ""),
         ("/v1/completions", Reply(1, 400, JSON, ANTHROPIC), "another form"),
         ("/v1/messages", Reply(1, 400, JSON, ANTHROPIC), ""),
@@ -87,5 +96,5 @@ JSON = {"content-type": "application/json"}
     ],
 )
 def test_faults_are_recognized(path: str, reply: Reply, words: str) -> None:
-    found = problem_of(Case("POST", path, {}, b""), reply)
+    found = problem_of(Case("POST", path, {}, b""), reply, took_s=1.0)
     assert (words in found) if words else not found, found
