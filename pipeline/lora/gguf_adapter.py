@@ -26,8 +26,22 @@ PERMUTED = frozenset({"arcee", "granite", "llama", "olmo", "smollm3"})
 """Architectures whose q and k are in the order for rotary embeddings of adjacent pairs."""
 PLAIN = frozenset(
     {
-        *("bloom", "chatglm", "cohere2", "command-r", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3"),
-        *("glm4", "gpt-oss", "gptneox", "mpt", "nemotron", "olmo2", "olmoe", "phi2", "phi3", "qwen2", "qwen2moe"),
+        *("bloom", "chatglm", "cohere2", "command-r", "ernie4_5", "ernie4_5-moe", "exaone4", "falcon"),
+        *("gemma", "gemma2", "gemma3"),
+        *(
+            "glm4",
+            "glm4moe",
+            "gpt-oss",
+            "gptneox",
+            "mpt",
+            "nemotron",
+            "olmo2",
+            "olmoe",
+            "phi2",
+            "phi3",
+            "qwen2",
+            "qwen2moe",
+        ),
         *("qwen3", "qwen3moe", "seed_oss", "stablelm", "starcoder2"),
     }
 )

@@ -74,7 +74,7 @@ class Dialect(ABC):
     media_type: ClassVar[str] = EVENT_STREAM
     """Of a stream."""
     keep_alive: ClassVar[bytes] = COMMENT
-    """What a stream says while there is no output; empty for nothing."""
+    """What a stream says while there is no output."""
     is_resumable: ClassVar[bool] = False
     """A stream is a function of the ids of its sequences, so it can have resume points."""
     begins_with_usage: ClassVar[bool] = False

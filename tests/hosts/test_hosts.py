@@ -82,7 +82,7 @@ class World:
             self.drivers.append(FakeDriver(launch, num_threads))
             return self.drivers[-1]
 
-        monkeypatch.setattr(hosts_module, "Child", start)
+        monkeypatch.setattr(hosts_module, "ChildProcess", start)
         monkeypatch.setattr(hosts_module, "Outbox", RecordingOutbox)
         settings = Settings(
             execute=ExecuteSettings(launcher="ray", tensor_parallel=num_ranks),

@@ -51,7 +51,9 @@ def check_share(
     own = [one for one in open_requests if one.request.parsed.scope == scope]
     own_sequences, own_tokens = sum(one.submit.options.n for one in own), sum(one.num_counted for one in own)
     requests = {one.request.number: one.request for one in own}.values()
-    own_bytes = sum(one.num_bytes for one in (*own, *requests)) + num_bytes + num_output_bytes
+    own_bytes = (
+        sum(one.num_bytes for one in own) + sum(one.num_bytes for one in requests) + num_bytes + num_output_bytes
+    )
     own_base = sum(one.base_bytes for one in own) + sum(one.num_base_bytes for one in requests) + num_bytes
     for name, num, left, setting in (
         ("sequences", own_sequences + num_sequences, free, "max_open_sequences"),

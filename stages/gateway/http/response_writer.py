@@ -151,8 +151,6 @@ async def send_stream(
     are events. Raises ConnectionError as `send`."""
     await _begun(request)
     dialect = request.parsed.dialect
-    if not dialect.keep_alive:
-        keep_alive_s = 0
     headers = {"Content-Type": dialect.media_type} | STREAM_HEADERS | _headers(request)
     response = http_request.get(BEGUN) or web.StreamResponse(headers=headers)
     events = dialect.events(request)

@@ -16,7 +16,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings that the supervisor is started with; it returns exit code 3."""
     settings_served: list[Settings] = []
 
-    def serve(settings: Settings, run_mode: RunMode) -> int:
+    def serve(settings: Settings, run_mode: RunMode, *, take_over: object, is_restartable: bool) -> int:
+        assert take_over is None and is_restartable
         source = run_mode.source
         assert source is not None
         assert run_mode == RunMode(source=source)

@@ -20,7 +20,7 @@ from tests.cli.command_line.commands import ROOT, run
 def test_an_interrupt_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(settings: Settings, run_mode: RunMode) -> int:
+    def interrupted(settings: Settings, run_mode: RunMode, **others: object) -> int:
         raise KeyboardInterrupt
 
     supervisor = ModuleType("pipeline.supervisor.serve")

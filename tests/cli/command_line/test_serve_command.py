@@ -62,7 +62,7 @@ def test_options_without_effect_cause_a_warning(served: list[Settings], capsys: 
 def test_an_unavailable_address_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def taken(settings: Settings, run_mode: RunMode) -> int:
+    def taken(settings: Settings, run_mode: RunMode, **others: object) -> int:
         raise OSError("cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port")
 
     supervisor = ModuleType("pipeline.supervisor.serve")
@@ -99,7 +99,7 @@ def test_a_wrong_value_names_the_option(served: list[Settings], capsys: pytest.C
 def test_api_key_is_used_like_the_variable_and_leaves_the_command_line(tmp_path: Path) -> None:
     code = (
         "import os, sys, types, pathlib; from pipeline import __main__; m = types.ModuleType('serve');\n"
-        "def serve(settings, run_mode):\n"
+        "def serve(settings, run_mode, **others):\n"
         "    print(os.environ['PIPELINE_API_KEYS'].split(), pathlib.Path('/proc/self/cmdline').read_bytes())\n"
         "m.serve = serve; sys.modules['pipeline.supervisor.serve'] = m\n"
         "__main__.main(['serve', *sys.argv[1:]])"

@@ -169,8 +169,8 @@ class TorchProgram(Program):
         self._norm(x, self._residual, weights.norm)
         self._multiply(self._router_logits, x, weights.router)
         bias = None if weights.selection_bias is None else as_tensor(weights.selection_bias)
-        routed = self._chosen, self._expert_weights, self._router_logits, bias, route_options(sizes)
-        calls.add(ops.route, *routed)
+        chosen, form = (self._chosen, self._expert_weights), route_options(sizes)
+        calls.add(ops.route, *chosen, self._router_logits, bias, form)
         activation = ExpertActivation(config.activation, config.gated, config.swiglu_alpha, config.swiglu_limit)
         matrices = self._expert_matrices(weights, sizes.num)
         routed = self._routed, x, self._chosen, self._expert_weights, matrices, activation, ops.linear

@@ -243,7 +243,7 @@ class OllamaDialect(Dialect):
     id_prefix: str
 
     media_type = MEDIA_TYPE
-    keep_alive = b""  # lines of JSON have no comments
+    keep_alive = b" "  # before the next line of JSON, whose readers skip it
 
     def whole(self, request: Request) -> bytes:
         return whole(request)

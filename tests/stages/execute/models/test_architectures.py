@@ -191,7 +191,13 @@ def _gemma() -> Any:
 def _exaone() -> Any:
     text = {**SIZES, "vocab_size": VOCAB_SIZE, "head_dim": 16, "sliding_window": 21, "sliding_window_pattern": "LLG"}
     text |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "model_type": "exaone4"}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_key_value_heads": 2}
+    vision: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "num_key_value_heads": 2,
+    }
     vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [0]}
     return Exaone4_5_ForConditionalGeneration(Exaone4_5_Config(text_config=text, vision_config=vision))
 

@@ -197,7 +197,9 @@ def _parse_chat_or_zmq(body: bytes, limits: RequestLimits) -> ParsedRequest:
 def _zmq_reply(request: Request) -> str:
     """The text that a client has received."""
     sent: list[p.ServerMessage] = []
-    channel: Any = SimpleNamespace(is_full=False, send=lambda message: not sent.append(message), post=sent.append)
+    channel: Any = SimpleNamespace(
+        is_full=False, client=(False, ""), send=lambda message: not sent.append(message), post=sent.append
+    )
     requests: Any = SimpleNamespace(release=lambda request: None)
     asyncio.run(ZmqStream(1, 100, request, requests).run(channel))
     return "".join(output.text for message in sent if isinstance(message, p.Delta) for output in message.outputs)

@@ -60,6 +60,32 @@ def test_a_silent_stream_gets_keep_alives_of_its_api_before_and_between_its_even
                 json.loads(payload)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}),
+        ("/api/generate", {"model": MODEL, "prompt": "Hi"}),
+    ],
+)
+def test_a_silent_stream_of_lines_of_json_gets_spaces(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    """Readers of JSON skip them."""
+    with Gate(tmp_path, sse_keep_alive_s=0.03) as gate:
+        stream = gate.raw(body, path)
+        submit = gate.begin()
+        chunk = b"1\r\n \r\n"
+        data = read_until(stream, chunk)
+        gate.delta(submit, "Hel")
+        data += read_until(stream, chunk) + read_until(stream, chunk)
+        gate.finish(submit, "lo")
+        data += read_until(stream, END)
+        stream.close()
+        lines = body_of(data).splitlines()
+        assert lines[0].startswith(b" ") and b"  " in body_of(data)
+        parts = [json.loads(line) for line in lines]
+        texts = [one["message"]["content"] if path == "/api/chat" else one["response"] for one in parts]
+        assert "".join(texts) == "Hello" and [one["done"] for one in parts] == [*(len(parts) - 1) * [False], True]
+
+
 def test_sse_keep_alive_s_of_0_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with Gate(tmp_path, sse_keep_alive_s=0.0) as gate, Gate(tmp_path / "other", sse_keep_alive_s=0.03) as other:
