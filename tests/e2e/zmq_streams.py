@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +20,9 @@ from tests.slices import part_of
 from tests.zmq_requests import chat
 
 PATIENCE_S = 120.0
-SAMPLED = SamplingParams(temperature=1, seed=7, max_tokens=part_of(32, 14), ignore_eos=True)
+MAX_TOKENS = 32 if os.environ.get("PIPELINE_ALL_KILLS") else part_of(32, 14)
+"""With all kills, the last moment is behind 280 outputs."""
+SAMPLED = SamplingParams(temperature=1, seed=7, max_tokens=MAX_TOKENS, ignore_eos=True)
 CALL = chat([p.MessageParam("user", "How is the weather in Oslo?")], tools=json.dumps([TOOL]), tool_choice="required")
 REQUESTS: dict[str, tuple[Any, SamplingParams]] = {
     "greedy": (STORY, replace(SAMPLED, temperature=0)),
