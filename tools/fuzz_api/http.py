@@ -16,9 +16,11 @@ OVERLOADED = (
     r"other large bodies were parsed for",
     r"clients with other API keys needed the room",
     r"could not be checked in time: try again",
+    r"the request was aborted before all of its inputs were computed",
 )
 """What a 503 may say: others have the room that the request needs, or the time in which its constraint of the output,
-which costs much, had to be checked. The server sends it with Retry-After, and a single such request gets none."""
+which costs much, had to be checked; or another case has aborted it (/abort_requests). A single such request gets
+none."""
 TIMED_OUT = re.compile(r"the request timed out after ([\d.e+-]+) s, ")
 """What a 504 says: with the `timeout_s` that the request gave itself. The fuzzed server has none of its own."""
 BAD_CODES = (b'"code":"stage_died"', b'"code":"internal', b"internal server error")
