@@ -22,7 +22,7 @@ from pipeline.kernels.row_by_row import row_by_row
 
 @dataclass(frozen=True, slots=True)
 class RouteOptions:
-    """How logits become weights; `Experts` in pipeline/runtime/model/model_folder.py describes the fields."""
+    """How logits become weights; `Experts` in pipeline/runtime/model/special_layers.py describes the fields."""
 
     num_experts: int
     scoring: str

@@ -102,6 +102,14 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def libraries_of(isa: Isa, against: Path | None) -> dict[str, ctypes.CDLL]:
+    """The CPU library of this working tree, and before it that of the tree `against`, if there is one."""
+    sources = {"this": PROGRAM}
+    if against:
+        sources = {"other": against / "kernels/cpu" / PROGRAM.name, **sources}
+    return {name: native_library.load(build(isa, print, source)) for name, source in sources.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, metavar="OTHER", help="another working tree")
@@ -112,10 +120,7 @@ def main() -> None:
     parser.add_argument("--kernels", choices=list(NEEDED), default=available()[0])
     args = parser.parse_args()
     isa: Isa = args.kernels
-    sources = {"this": PROGRAM}
-    if args.against:
-        sources = {"other": args.against / "kernels/cpu" / PROGRAM.name, **sources}
-    libraries = {name: native_library.load(build(isa, print, source)) for name, source in sources.items()}
+    libraries = libraries_of(isa, args.against)
     print(f"{isa}, {args.threads} threads, {args.rounds} rounds")
     for shape, sizes in SHAPES.items():
         for tokens in args.prompts:

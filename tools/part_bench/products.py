@@ -18,12 +18,11 @@ from typing import get_args
 import numpy as np
 
 from pipeline.kernels.cpu import native, native_library
-from pipeline.kernels.cpu.build import PROGRAM, build
 from pipeline.kernels.cpu.isa import NEEDED, Isa, available
 from pipeline.kernels.cpu.native import FORMATS, Activations, PackedMatrix, form_for
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.kernels.stored_matrix import Format
-from tools.part_bench.attention import count, counts
+from tools.part_bench.attention import count, counts, libraries_of
 
 MEMORY_BYTES = 160 * 2**20
 """Of matrices that no cache near a core holds."""
@@ -111,10 +110,7 @@ def main() -> None:
     parser.add_argument("--kernels", choices=list(NEEDED), default=available()[0])
     args = parser.parse_args()
     isa: Isa = args.kernels
-    sources = {"this": PROGRAM}
-    if args.against:
-        sources = {"other": args.against / "kernels/cpu" / PROGRAM.name, **sources}
-    libraries = {name: native_library.load(build(isa, print, source)) for name, source in sources.items()}
+    libraries = libraries_of(isa, args.against)
     print(f"{isa}, {args.activations}, {args.columns} x {args.depth}, {args.threads} threads, least of {args.rounds}")
     num_bytes = MEMORY_BYTES if args.from_memory else 0
     for format in args.formats:

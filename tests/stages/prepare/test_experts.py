@@ -103,6 +103,21 @@ def test_both_names_of_the_number_of_experts() -> None:
             assert found is not None and found.num == 9
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("glm4_moe", "n_routed_experts"),
+        ("glm4_moe", "num_local_experts"),
+        ("ernie4_5_moe", "moe_num_experts"),
+        ("ernie4_5_moe", "num_experts"),
+    ],
+)
+def test_names_of_the_number_of_experts_that_only_one_model_has(kind: str, name: str) -> None:
+    """Of its files, or of transformers' attributes."""
+    found = config_of(kind, **{name: 9}).experts
+    assert found is not None and found.num == 9
+
+
 def test_windows_of_qwen_moe() -> None:
     uses = {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 3}
     assert config_of("qwen2_moe", **uses).sliding_layers == [0, 2]
