@@ -212,7 +212,14 @@ CASES = {
     "ernie4_5-moe": Case(
         "ernie4_5_moe",
         A.ERNIE4_5_MOE,
-        {**EXPERTS, "expert_feed_forward_length": 32, "expert_shared_count": 2, "leading_dense_block_count": 1},
+        {
+            **EXPERTS,
+            "expert_feed_forward_length": 32,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 64,
+            "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 1,
+        },
     ),
     "gpt-oss": Case(
         "gpt_oss, each second layer",
