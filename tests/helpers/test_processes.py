@@ -155,8 +155,8 @@ def test_fails():
 def test_processes_tear_down_and_end_when_the_first_is_interrupted_or_killed(tmp_path: Path, number: int) -> None:
     text = """
 def test_runs():
-    pathlib.Path("runs").touch()
     parent, end_s = os.getppid(), time.monotonic() + 60
+    pathlib.Path("runs").touch()  # the parent may be killed from here on
     while os.getppid() == parent:
         assert time.monotonic() < end_s
         time.sleep(0.01)
@@ -170,3 +170,42 @@ def test_not_run():
     assert process.returncode == (pytest.ExitCode.INTERRUPTED if number == signal.SIGINT else -number), output
     assert pids(tmp_path / "torn-down") == pids(tmp_path / "set-up") != []
     assert not (tmp_path / "not-to-run").exists()
+
+
+def test_a_process_that_hangs_is_killed_and_its_stacks_are_shown(tmp_path: Path) -> None:
+    files = {
+        "test_one.py": """
+def test_first(): pass
+def test_hangs():
+    while True:
+        try:
+            time.sleep(1000)
+        except BaseException:  # as a loop of asyncio does with what a signal's handler raises in a callback
+            pass
+def test_last(): pass
+""",
+        "test_other.py": """
+@pytest.mark.timeout(1)
+def test_long(): time.sleep(1.5)
+""",
+    }
+    code, output = run(tmp_path, 2, files, "--hang-s", "1")
+    assert code == 1
+    assert "1 failed, 3 passed" in output
+    assert "FAILED test_one.py::test_hangs" in output
+    assert "it hung, and was killed by SIGUSR1; its threads were at" in output
+    assert re.search(r'test_one\.py", line \d+ in test_hangs', output)
+
+
+def test_what_tests_share_that_hangs_while_it_is_torn_down_is_reported(tmp_path: Path) -> None:
+    shared = """
+@pytest.fixture(scope="session")
+def bad():
+    yield
+    time.sleep(1000)
+def test(bad): pass
+"""
+    code, output = run(tmp_path, 1, {"test_one.py": shared}, "--hang-s", "1")
+    assert code == 1
+    assert "died while it tore down what its tests share: it hung" in output
+    assert re.search(r'test_one\.py", line \d+ in bad', output)

@@ -3,10 +3,13 @@
 One process imports and collects all tests, which takes longer than most files do, and is then forked. Each of its
 processes runs whole files: what a file's tests share is made once, and what all tests share once in each process. A
 process that has nothing to do takes the next file, in the order of the collection. If one dies, its test has failed,
-and another process runs the rest of its file.
+and another process runs the rest of its file. One whose test hangs is killed, and the report shows where its threads
+were: pytest-timeout raises an exception in the test, which ends nothing if the test or a library swallows it, or if
+what runs next waits too.
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -18,12 +21,15 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
 STOP_S = 60.0
 """After Ctrl-C, the time for processes to tear down what they have set up."""
+GRACE_S = 60.0
+"""From a test's own limit, which is pytest-timeout's to keep, until its process is killed."""
 
 os.environ["PIPELINE_TEST_PROCESSES"] = "1"  # tests/conftest.py and some helpers then compute with one thread
 
@@ -40,34 +46,58 @@ class _Process:
     """One that runs tests, as the process that has forked it sees it."""
 
     def __init__(self, session: pytest.Session, number: int, others: list["_Process"]) -> None:
+        self.session = session
+        self.stacks = _folder(session.config, number).with_suffix(".stacks")
+        """A file with where its threads were, if it was killed because it hung."""
+        self.stacks.touch(mode=0o600)
         self._connection, theirs = Pipe()
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             self.pid = os.fork()  # a thread that torch starts at its import is idle
         if not self.pid:
             for connection in (self._connection, *(one._connection for one in others)):
                 connection.close()
-            _main(session, number, theirs)
+            _main(session, number, theirs, self.stacks)
         theirs.close()
         self._pidfd = os.pidfd_open(self.pid)
         self.ends: tuple[Connection, int] = (self._connection, self._pidfd)
         """One of them is readable if `receive` does not wait."""
         self.task: _Task | None = None
         """What it runs. The first test is the one whose last report has not come."""
+        self._heard_s = time.monotonic()
+
+    @property
+    def item(self) -> pytest.Item | None:
+        """The test that it runs."""
+        return self.session.items[self.task.first] if self.task and self.task.first < self.task.end else None
+
+    @property
+    def deadline_s(self) -> float:
+        """When it hangs if it has reported nothing until then, on the monotonic clock."""
+        mark = self.item.get_closest_marker("timeout") if self.item else None
+        return self._heard_s + max(self.session.config.option.hang_s, mark.args[0] + GRACE_S if mark else 0.0)
 
     def send(self, task: _Task | None) -> None:
         """Give it something to run, or let it end."""
         self.task = task
+        self._heard_s = time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # `receive` is going to tell
             self._connection.send(task)
 
     def receive(self) -> Any:
         """The next report, None if the process wants a task, or its exit code (an int) if it has ended."""
+        self._heard_s = time.monotonic()
         if wait([self._connection], 0 if wait([self._pidfd], 0) else None):
             with contextlib.suppress(EOFError, ConnectionResetError):
                 return self._connection.recv()
         self._connection.close()
         os.close(self._pidfd)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        """End one that hangs. Its stacks are in the file then."""
+        os.kill(self.pid, signal.SIGUSR1)
+        if not wait([self._pidfd], GRACE_S):
+            os.kill(self.pid, signal.SIGKILL)
 
     def interrupt(self) -> None:
         """End it like Ctrl-C does: it tears down what it has set up."""
@@ -84,6 +114,12 @@ class _Process:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, required=True, help="how many processes run tests")
+    parser.addoption(
+        "--hang-s",
+        type=float,
+        default=300.0 + GRACE_S,
+        help="kill a process that reports nothing for so many seconds; a test's timeout mark is respected",
+    )
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
@@ -97,7 +133,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             processes.append(_Process(session, number, processes))
         num_forked = len(processes)
         while processes:
-            ready = wait([end for one in processes for end in one.ends])
+            first_deadline_s = min(one.deadline_s for one in processes)
+            ready = wait([end for one in processes for end in one.ends], max(0.0, first_deadline_s - time.monotonic()))
+            if not ready:
+                min(processes, key=lambda one: one.deadline_s).kill()  # its end is reported in the next round
             for one in [one for one in processes if not {*one.ends}.isdisjoint(ready)]:
                 match one.receive():
                     case None:
@@ -146,6 +185,8 @@ def _after_death(session: pytest.Session, process: _Process, code: int) -> Itera
     """Report a process that has died; its exit code is negative if a signal has killed it. What remains of its task."""
     first, end = process.task or (0, 0)
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if stacks := process.stacks.read_text("utf-8", errors="replace"):
+        how = f"it hung, and was {how}; its threads were at\n{stacks}"
     if first < end:
         nodeid, location = session.items[first].nodeid, session.items[first].location
         text = f"process {process.pid} died in this test: {how}"
@@ -161,10 +202,11 @@ def _after_death(session: pytest.Session, process: _Process, code: int) -> Itera
 # ── in the processes that run tests ──
 
 
-def _main(session: pytest.Session, number: int, connection: Connection) -> NoReturn:
+def _main(session: pytest.Session, number: int, connection: Connection, stacks: Path) -> NoReturn:
     code = 1
     try:
         _isolate(session.config, number)
+        faulthandler.register(signal.SIGUSR1, stacks.open("w"), chain=True)  # which then ends the process
         sender = _Sender(session.config, connection)
         session.config.pluginmanager.register(sender)
         try:
@@ -183,9 +225,9 @@ def _main(session: pytest.Session, number: int, connection: Connection) -> NoRet
 
 def _isolate(config: pytest.Config, number: int) -> None:
     """Have a folder, and files for captured output, that no other process writes to; and print nothing."""
-    factory = config._tmp_path_factory  # type: ignore[attr-defined]
-    factory._basetemp = factory.getbasetemp() / f"process-{number}"
-    factory._basetemp.mkdir(mode=0o700)
+    folder = _folder(config, number)
+    folder.mkdir(mode=0o700)
+    config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
     capture = config.pluginmanager.get_plugin("capturemanager")
     assert capture is not None
     for stream in (capture._global_capturing.out, capture._global_capturing.err):
@@ -195,6 +237,11 @@ def _isolate(config: pytest.Config, number: int) -> None:
     reporter = config.pluginmanager.unregister(name="terminalreporter")
     assert reporter is not None
     config.pluginmanager.register(_Terminal(reporter._tw), "terminalreporter")
+
+
+def _folder(config: pytest.Config, number: int) -> Path:
+    """Where a process has its temporary files, as the process that forks it sees it."""
+    return Path(config._tmp_path_factory.getbasetemp() / f"process-{number}")  # type: ignore[attr-defined]
 
 
 class _Terminal:
