@@ -19,6 +19,10 @@ class StopSignals(Protocol):
     def close(self) -> None: ...
 
 
+def _ignore(number: int, frame: object) -> None:
+    """The descriptor has the number."""
+
+
 class TerminationSignals:
     """Catches them until it is closed. SIGHUP says that the terminal is gone; `nohup` has made it ignored."""
 
@@ -31,7 +35,7 @@ class TerminationSignals:
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._before = {
-            number: signal.signal(number, lambda *_: None)
+            number: signal.signal(number, _ignore)
             for number in self.CAUGHT
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
@@ -55,7 +59,8 @@ class TerminationSignals:
 
     def close(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is _ignore:  # another one may pass it on (restart/server_restart.py)
+                signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)
         os.close(self._write)

@@ -257,13 +257,7 @@ class Supervisor:
         self._loop.end_scaling()
         gateways = topology.among(self._loop.table.children, "gateway")
         if code == EXIT_OK:
-            drain = self._drain
-            timeout_s, self._loop.state.keeps_sockets = drain.deadline_s, drain.has_successor
-            shown = "none" if timeout_s == NO_LIMIT_S else timeout_s
-            self._log_event("draining", timeout_s=shown, stop_now="Ctrl-C or SIGTERM again")
-            for name in gateways:
-                self._loop.table.outboxes[name].send(drain)
-            code = self._run_until_stopped(lambda: self._are_drained(gateways), timeout_s + NOTIFY_CLIENTS_S)
+            code = self._drain_all(gateways, self._drain)
         if code == EXIT_STAGE_DIED:
             stage, reason = next(iter(self._loop.state.reasons.items()))
             self._loop.state.drained.clear()
@@ -275,6 +269,20 @@ class Supervisor:
             code = max(code, EXIT_STAGE_DIED)
         self._log_event("stopped", code=code)
         return code
+
+    def _drain_all(self, gateways: list[str], drain: m.Drain) -> int:
+        """Let open streams end. Returns an exit code."""
+        timeout_s, self._loop.state.keeps_sockets = drain.deadline_s, drain.has_successor
+        shown = "none" if timeout_s == NO_LIMIT_S else timeout_s
+        self._log_event("draining", timeout_s=shown, stop_now="Ctrl-C or SIGTERM again")
+        for name in gateways:
+            self._loop.table.outboxes[name].send(drain)
+        code = self._run_until_stopped(lambda: self._are_drained(gateways), timeout_s + NOTIFY_CLIENTS_S)
+        if code != EXIT_OK or not drain.has_successor or drain.is_again or self._are_drained(gateways):
+            return code
+        # The first signal since this server was replaced: it and the next one end as any server does.
+        limit_s = self._resources.settings.supervisor.drain_timeout_s
+        return self._drain_all(gateways, m.Drain(limit_s, is_leaving=True, has_successor=True, is_again=True))
 
     @property
     def _drain(self) -> m.Drain:

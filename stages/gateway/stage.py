@@ -254,7 +254,7 @@ class GatewayStage:
                 self._draining.end_service(is_leaving=drain.is_leaving)
                 if drain.finish != "request":
                     self._results.end_early(EarlyEnds(drain.finish, drain.closing_text))
-                self._draining.start(drain.deadline_s, again=False, has_successor=drain.has_successor)
+                self._draining.start(drain.deadline_s, again=drain.is_again, has_successor=drain.has_successor)
             case m.StageDied(stage, reason):
                 self.readiness.failure = f"stage {stage} died: {reason}"
                 death = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self.readiness.failure, code="stage_died")

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from tests.guardian import guard
+from tests.pipes import close_at_end
 
 START_S = 180.0
 """The first start on a machine fetches and converts the model."""
@@ -174,7 +175,5 @@ class Server:
             self.process.kill()
             raise
         finally:
-            if self.process.stderr is not None:
-                self._reader.join(10)
-                self.process.stderr.close()
+            close_at_end(self._reader, self.process.stderr)
         assert not self.leftovers(), "processes were left behind"

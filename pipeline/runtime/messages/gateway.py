@@ -142,6 +142,8 @@ class Drain(Message, frozen=True, tag="drain"):
     """When open replies end, if not by themselves: at the end of a sentence, or now."""
     closing_text: str = ""
     """Of the operator, behind the text of a reply that ends early."""
+    is_again: bool = False
+    """It replaces an earlier one, whose deadline is later."""
 
 
 class StageDied(Message, frozen=True, tag="stage_died"):

@@ -7,12 +7,14 @@ No message passes between the two, so they may differ in anything: messages, set
 requests that it has accepted. New connections wait in the sockets, which are open all the time.
 
 Side by side, the process that a terminal or a service manager has started stays: it becomes a `waiter`, which passes
-signals on to the successor and ends with its exit code.
+signals on to the successor and ends with its exit code. The server before passes them on too, from the moment when the
+successor serves: who ends the server means both.
 """
 
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from pipeline.config.source import SettingsSource
 from pipeline.runtime import messages as m
 from pipeline.supervisor.restart import waiter
 from pipeline.supervisor.restart.take_over import READY, TakeOver
+from pipeline.supervisor.signals import TerminationSignals
 
 END_S = 5.0
 """Time for a successor to end that is not needed."""
@@ -82,6 +85,8 @@ class ServerRestart:
         self._take_over: TakeOver | None = None
         self.is_due = False
         """This server must drain and end now."""
+        self._is_stopped = False
+        """A signal has come since: no other server follows if this one ends before that starts."""
 
     @property
     def drain(self) -> m.Drain | None:
@@ -119,7 +124,8 @@ class ServerRestart:
         self._command = [sys.executable, *sys.orig_argv[1:]]
         self._order = order
         if order.stops_first:
-            self._take_over, self.is_due = take_over, True
+            self._take_over = take_over
+            self._be_due()
             self._log.info("the server ends, and starts again")
             done(os.getpid(), "")
             return
@@ -149,7 +155,7 @@ class ServerRestart:
         except BlockingIOError:
             return False
         if self._words == READY:
-            self.is_due = True
+            self._be_due()
             self._close_pipe()
             fields = {"pid": self._successor.pid}
             self._log.info("the next server has taken over; ending when open requests have", extra={"fields": fields})
@@ -158,6 +164,19 @@ class ServerRestart:
             code = self._end_successor()
             self._fail(self._words.decode(errors="replace") or f"it ended with code {code}; its log says why")
         return self.is_due
+
+    def _be_due(self) -> None:
+        """Drain and end, and have signals be for the successor too. They are caught already, as the server's loop must
+        learn of them; its descriptor goes on to tell it."""
+        self.is_due = True
+        for number in TerminationSignals.CAUGHT:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, _: object) -> None:
+        self._is_stopped = True
+        if self._successor is not None and self._successor.poll() is None:
+            self._successor.send_signal(number)
 
     def _fail(self, why: str) -> None:
         """This server goes on."""
@@ -192,9 +211,13 @@ class ServerRestart:
         if not self.is_due:
             return
         if self._take_over is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, waiter.FORWARDED)  # until the next program handles them
+            if self._is_stopped:
+                return
             for fd in (*self._take_over.listeners, *self._take_over.admins):
                 os.set_inheritable(fd, True)
             os.execve(self._command[0], self._command, os.environ | self._take_over.environ())
         elif not self._is_successor and self._successor is not None:
             waiter.adopt_orphans()
+            signal.pthread_sigmask(signal.SIG_BLOCK, waiter.FORWARDED)
             os.execv(sys.executable, [sys.executable, "-I", "-S", str(Path(waiter.__file__)), str(self._successor.pid)])

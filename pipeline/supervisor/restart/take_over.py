@@ -7,12 +7,14 @@ The successor may be of another version, so this has its own format: JSON, to wh
 """
 
 import os
+import signal
 import socket
 from collections.abc import Sequence
 
 import msgspec
 
 from pipeline.config.source import SettingsSource
+from pipeline.supervisor.restart import waiter
 
 VARIABLE = "PIPELINE_TAKE_OVER"
 READY = b"ready"
@@ -66,6 +68,7 @@ def taken_over() -> TakeOver | None:
     """What this process was started with; None if it replaces no server. Only the first call finds it."""
     if (text := os.environ.pop(VARIABLE, None)) is None:
         return None
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, waiter.FORWARDED)  # if this process was that server
     found = msgspec.json.decode(text, type=TakeOver)
     for fd in (*found.listeners, *found.admins, found.ready_fd):
         if fd >= 0:

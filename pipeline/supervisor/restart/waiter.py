@@ -8,10 +8,14 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+AGAIN_S = 0.3
+"""If a child ends so soon after a signal, it may have received it too late to pass it on. Within this time, a server
+takes a second one for the same."""
 
 
 def adopt_orphans() -> None:
@@ -29,18 +33,26 @@ def children(first: int) -> list[int]:
 
 
 def wait(first: int) -> int:
-    """Wait until no child is left. Returns the worst exit code."""
+    """Wait until no child is left. Returns the worst exit code. The signals may be blocked before."""
+    last, at_s, have_it = 0, -AGAIN_S, set[int]()
 
-    def forward(number: int, _: object) -> None:
+    def forward(number: int, _: object = None) -> None:
+        nonlocal last, at_s
+        if number != last or time.monotonic() >= at_s + AGAIN_S:
+            last, at_s = number, time.monotonic()
+            have_it.clear()
         for pid in children(first):
             try:
-                os.kill(pid, number)
+                if pid not in have_it:
+                    os.kill(pid, number)
             except ProcessLookupError:
                 continue
+            have_it.add(pid)
 
     for number in FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     worst = 0
     while True:
         try:
@@ -49,6 +61,8 @@ def wait(first: int) -> int:
             return worst
         code = os.waitstatus_to_exitcode(status)
         worst = max(worst, 128 - code if code < 0 else code)
+        if time.monotonic() < at_s + AGAIN_S:
+            forward(last)  # to children of the one that has ended
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.pipes import close_at_end
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -78,12 +80,10 @@ class Script:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._out.join(10)
-        self._err.join(10)
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.process.stdout.close()
-        self.process.stderr.close()
+        try:
+            close_at_end(self._out, self.process.stdout)
+        finally:
+            close_at_end(self._err, self.process.stderr)
 
 
 def alive(processes: list[psutil.Process], timeout_s: float = 3.0) -> list[psutil.Process]:

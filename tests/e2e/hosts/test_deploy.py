@@ -26,6 +26,7 @@ import pytest
 from tests.compiled import link_kernels
 from tests.e2e.conftest import SMALL
 from tests.guardian import guard
+from tests.pipes import close_at_end
 from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,9 +80,7 @@ class Deployment:
             self.process.wait(PATIENCE_S)
         finally:
             self.process.kill()
-            self._reader.join(10)
-            assert self.process.stderr is not None
-            self.process.stderr.close()
+            close_at_end(self._reader, self.process.stderr)
 
     def replicas(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = get(f"{self.url}/health")["replicas"]

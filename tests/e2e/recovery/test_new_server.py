@@ -1,14 +1,17 @@
 """A running server is replaced by another one at its address: `pipeline restart --new-version`, `--new-model` …"""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline import AsyncClient, SamplingParams
@@ -19,10 +22,13 @@ STORY = "Once upon a time"
 LONG = {"prompt": STORY, "temperature": 0, "max_tokens": 120, "ignore_eos": True, "stream": True}
 
 
-def restart(server: Server, *options: str) -> "subprocess.CompletedProcess[str]":
+def command(server: Server, *options: str) -> list[str]:
     port = server.url.rpartition(":")[2]
-    command = [sys.executable, "-m", "pipeline", "restart", *options, "--port", port, "--timeout", "100"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return [sys.executable, "-m", "pipeline", "restart", *options, "--port", port, "--timeout", "100"]
+
+
+def restart(server: Server, *options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command(server, *options), capture_output=True, text=True, timeout=120)
 
 
 def post(server: Server, body: dict[str, Any]) -> Any:
@@ -44,6 +50,13 @@ def read(response: Any, on_first: threading.Event | None = None) -> tuple[str, s
                 if on_first is not None:
                     on_first.set()
     return text, finish
+
+
+def num_servers(server: Server) -> int:
+    server.look()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return sum("serve" in one.cmdline() for one in server.seen.values() if one.is_running())
+    return 0
 
 
 def test_streams_over_zmq_and_http_go_on_and_two_replacements_leave_two_processes(tmp_path: Path) -> None:
@@ -76,9 +89,10 @@ def test_streams_over_zmq_and_http_go_on_and_two_replacements_leave_two_processe
             over_http, over_zmq, done = asyncio.run(both())
             assert done.returncode == 0, done.stderr
             assert over_http == undisturbed and over_zmq == undisturbed[0]
-        server.look()
-        titles = [one.cmdline() for one in server.seen.values() if one.is_running()]
-        assert sum("serve" in title for title in titles) == 1, "the first one waits, the second one has ended"
+        end_s = time.monotonic() + 30
+        while num_servers(server) != 1:  # the first one waits, the second one ends
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
         assert server.stop() == 0
 
 
@@ -139,3 +153,33 @@ def test_a_server_that_can_not_be_replaced_says_why_and_serves_on() -> None:
             done = restart(server, *options)
             assert done.returncode == 1 and problem in done.stderr, done.stderr
         assert [one["pid"] for one in server.health()["stages"]] == before
+
+
+def test_a_signal_while_streams_of_the_replaced_server_are_open_ends_both() -> None:
+    with Server("supervisor.drain_timeout_s=0.5") as server:
+        begun = threading.Event()
+        with post(server, LONG | {"max_tokens": 7000}) as response:
+            lines: list[bytes] = []
+
+            def read_all() -> None:
+                for line in response:
+                    lines.append(line)
+                    begun.set()
+
+            reading = threading.Thread(target=read_all)
+            reading.start()
+            assert begun.wait(60)
+            restarting = subprocess.Popen(
+                command(server, "--new-version"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            with restarting.stdout:  # type: ignore[union-attr]
+                assert restarting.stdout.readline().startswith("the next server serves")  # type: ignore[union-attr]
+            with post(server, LONG) as other:  # of the next server
+                read(other)
+            server.look()
+            assert server.stop() == 0
+            reading.join(60)
+            restarting.wait(60)
+        assert not server.leftovers(), "one of the servers goes on"
+        assert any(line.startswith(b'data: {"error"') for line in lines), "its stream has no end"
+        assert sum("draining" in line for line in server.lines) >= 3, "two of the first server, one of the next"
