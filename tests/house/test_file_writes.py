@@ -87,7 +87,6 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/gateway/replayed.py": "move",
         "stages/schedule/lifecycle.py": "replace",
         "kernels/cpu/native_library.py": "touch",
-        "tools/part_bench/speculation.py": "link",
     },
     "A tool of developers: in the clone, or in a folder that its user has made for it.": {
         "kernels/triton/gemm/tuned.py": "mkdir write_text",
