@@ -50,6 +50,7 @@ def machine(tmp_path: Path) -> Path:
 
 
 def put(path: Path, script: str) -> None:
+    path.unlink(missing_ok=True)  # else it would be written through a link into the machine's own program
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
 
@@ -89,7 +90,6 @@ def test_a_python_without_venv_is_named(machine: Path) -> None:
 
 
 def test_a_full_disk_is_named_before_anything_is_written(machine: Path) -> None:
-    (machine / "bin/df").unlink()
     put(machine / "bin/df", "echo Filesystem 1048576-blocks Used Available; echo tmpfs 40 21 19")
     words = f".venv needs 300 MB, but only 19 MB are free in {machine}: free disk space"
     assert make(machine) == (2, [words])
