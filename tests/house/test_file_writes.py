@@ -76,7 +76,6 @@ REASONS: dict[str, dict[str, str]] = {
         "pipeline/__main__.py": "O_WRONLY",
         "pipeline/runtime/security/api_keys.py": "write_text",
         "stages/execute/cuda/ranks/board.py": "O_RDWR",
-        "tools/part_bench/ranks.py": "O_RDWR*2",
         "tools/simulator/__main__.py": "O_WRONLY",
     },
     "Not about files.": {
