@@ -351,10 +351,11 @@ class HttpListener:
         await self._site.start()
 
     async def stop(self) -> None:
-        """Accept no more connections, and end those that are kept alive. Where a request is open, it goes on."""
-        if self._site is not None:
+        """Accept no more connections, and end those that are kept alive. Where a request is open, it goes on.
+        Idempotent."""
+        if self._site is not None and self._site in self._runner.sites:
             await self._site.stop()
-            self._connections.end_kept_alive()
+        self._connections.end_kept_alive()
 
     async def cleanup(self) -> None:
         """Close all connections, and the application. Idempotent."""

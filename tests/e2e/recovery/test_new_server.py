@@ -182,4 +182,5 @@ def test_a_signal_while_streams_of_the_replaced_server_are_open_ends_both() -> N
             restarting.wait(60)
         assert not server.leftovers(), "one of the servers goes on"
         assert any(line.startswith(b'data: {"error"') for line in lines), "its stream has no end"
+        assert "Traceback" not in server.log(), server.log()
         assert sum("draining" in line for line in server.lines) >= 3, "two of the first server, one of the next"
