@@ -1,4 +1,4 @@
-// A file of weights in memory.
+// A file of weights in memory, and memory that is touched beside the steps.
 #pragma once
 
 #include <fcntl.h>
@@ -114,6 +114,25 @@ class Writeback {
     off_t _begun = 0, _done = 0;
     bool _is_supported = true;
 };
+
+// Touches each page of the extents, `piece` bytes of each in turns, until `stopped` becomes 1. A page fault takes no lock
+// that the system calls of other threads wait for, as MADV_POPULATE_WRITE would, which may wait long for a core at this
+// priority.
+static void touch_extents(const Extent* extents, int count, size_t piece, const std::atomic<int>* stopped) {
+    constexpr size_t PAGE = 4096;
+    std::thread([=] {
+        setpriority(PRIO_PROCESS, 0, 19);  // of this thread only, on Linux; if it is refused, the priority stays
+        size_t most = 0;
+        for (int i = 0; i < count; i++) most = std::max(most, extents[i].bytes);
+        for (size_t begin = 0; begin < most; begin += piece)
+            for (int i = 0; i < count; i++)
+                for (size_t place = begin; place < std::min(begin + piece, extents[i].bytes); place += PAGE) {
+                    if (stopped->load(std::memory_order_relaxed)) return;
+                    // Writes what is there at once, whatever other threads write.
+                    __atomic_fetch_or(const_cast<uint8_t*>(extents[i].memory) + place, 0, __ATOMIC_RELAXED);
+                }
+    }).join();
+}
 
 // Writes extents one behind the other, `piece` bytes at once, and waits until they are on disk, unless `stopped` becomes 1.
 // Returns 0, or errno. A thread of the lowest priority does it: it takes the time that steps leave. It holds no lock that a

@@ -40,7 +40,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 28
+ABI_VERSION = 29
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "write_file": (c_int, [c_int, c_void_p, c_int, c_size_t, POINTER(c_int)]),
     "copy_file": (c_int, [c_void_p, c_int, c_void_p, c_size_t]),
     "touch": (None, [c_void_p, c_void_p, c_size_t]),
+    "touch_later": (None, [c_void_p, c_int, c_size_t, POINTER(c_int)]),
     "copy_blocks": (None, [c_void_p, POINTER(NativeBlocks), c_void_p, c_void_p, c_int]),
     "act_bytes": (c_int, []),
     "prefers_blocks": (c_int, []),
@@ -224,15 +225,16 @@ class ThreadPool:
         self.size = size
         self.handle = library.thread_pool_new(size, spins)
 
-    def allocate(self, num_bytes: int, *, touches: bool = True) -> ByteArray:
-        """Zeroed memory aligned to a page, in huge pages if possible. If it `touches` all pages, a lack of memory shows
-        at the start, and no step waits for page faults."""
+    def allocate(self, num_bytes: int, *, touched_bytes: int | None = None) -> ByteArray:
+        """Zeroed memory aligned to a page, in huge pages if possible. Its first `touched_bytes`, by default all, are
+        touched: no step waits for page faults there."""
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(memory, np.uint8)
-        if touches:
-            self.library.touch(self.handle, array.ctypes.data, num_bytes)
+        touched = num_bytes if touched_bytes is None else min(touched_bytes, num_bytes)
+        if touched:
+            self.library.touch(self.handle, array.ctypes.data, touched)
         return array
 
     def close(self) -> None:

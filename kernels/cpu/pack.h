@@ -1,6 +1,7 @@
 // From the rows of a checkpoint to panels (matrix.h).
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "matrix.h"
@@ -54,11 +55,13 @@ INLINE void six_bits(const uint8_t* packed, int group, uint8_t& scale, uint8_t& 
     }
 }
 
-static void pack_block(Format format, const uint8_t* from, uint8_t* to, int lane) {
-    const int groups = block_groups(format);
+// One row's block into its lane of a panel's block.
+template <Format format>
+INLINE void pack_block(const uint8_t* from, uint8_t* to, int lane) {
+    constexpr int groups = block_groups(format);
     uint8_t* small = to + groups * code_bytes(format);
     for (int g = 0; g < groups; g++, to += code_bytes(format)) {
-        if (format == Format::Q8_0) {
+        if constexpr (format == Format::Q8_0) {
             for (int k = 0; k < GROUP; k += 2) memcpy(to + (k / 2 * PANEL + lane) * 2, from + 2 + k, 2);
             continue;
         }
@@ -87,28 +90,45 @@ static void pack_block(Format format, const uint8_t* from, uint8_t* to, int lane
             six_bits(from + 4, g, small[g * PANEL + lane], small[(8 + g) * PANEL + lane]);
 }
 
+// A panel of `blocks` blocks, one behind the other: each is written while it is in the cache.
+template <Format format>
+static void pack_blocks(int blocks, const uint8_t* const* rows, uint8_t* to) {
+    for (int block = 0; block < blocks; block++, to += block_bytes(format))
+        for (int lane = 0; lane < PANEL; lane++)
+            if (rows[lane]) pack_block<format>(rows[lane] + size_t(block) * file_block(format).bytes, to, lane);
+}
+
 // Output n is the row at rows[n]: bfloat16, or blocks (kernels/stored_matrix.py describes them). Null stands for zeros.
-static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* const* rows, int panel) {
+static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* const* all_rows, int panel) {
     uint8_t* to = panels + panel * matrix.panel_bytes();
-    memset(to, 0, matrix.panel_bytes());
+    const uint8_t* const* rows = all_rows + panel * PANEL;
+    // Without a null row, each byte is written below.
+    if (std::any_of(rows, rows + PANEL, [](const uint8_t* row) { return !row; })) memset(to, 0, matrix.panel_bytes());
+    const int blocks = matrix.depth / GROUP / block_groups(matrix.format);
+    switch (matrix.format) {
+        case Format::Q8_0: return pack_blocks<Format::Q8_0>(blocks, rows, to);
+        case Format::Q4_0: return pack_blocks<Format::Q4_0>(blocks, rows, to);
+        case Format::Q4_1: return pack_blocks<Format::Q4_1>(blocks, rows, to);
+        case Format::Q5_0: return pack_blocks<Format::Q5_0>(blocks, rows, to);
+        case Format::Q5_1: return pack_blocks<Format::Q5_1>(blocks, rows, to);
+        case Format::Q4_K: return pack_blocks<Format::Q4_K>(blocks, rows, to);
+        case Format::Q5_K: return pack_blocks<Format::Q5_K>(blocks, rows, to);
+        case Format::Q6_K: return pack_blocks<Format::Q6_K>(blocks, rows, to);
+        case Format::BF16:
+        case Format::FP8: break;
+    }
     for (int lane = 0; lane < PANEL; lane++) {
-        const uint8_t* from = rows[panel * PANEL + lane];
+        const uint8_t* from = rows[lane];
         if (!from) continue;
         if (matrix.format == Format::BF16) {
             for (int k = 0; k < matrix.depth / 2; k++) memcpy(to + (k * PANEL + lane) * 4, from + 4 * k, 4);
             continue;
         }
-        if (matrix.format == Format::FP8) {
-            uint8_t* block = to;
-            for (int k = 0; k < matrix.depth; k += FP8_DEPTH, from += 4 + FP8_DEPTH, block += FP8_BLOCK_BYTES) {
-                memcpy(block + FP8_CODE_BYTES + 4 * lane, from, 4);
-                for (int i = 0; i < FP8_DEPTH; i += 2) memcpy(block + (i / 2 * PANEL + lane) * 2, from + 4 + i, 2);
-            }
-            continue;
+        uint8_t* block = to;
+        for (int k = 0; k < matrix.depth; k += FP8_DEPTH, from += 4 + FP8_DEPTH, block += FP8_BLOCK_BYTES) {
+            memcpy(block + FP8_CODE_BYTES + 4 * lane, from, 4);
+            for (int i = 0; i < FP8_DEPTH; i += 2) memcpy(block + (i / 2 * PANEL + lane) * 2, from + 4 + i, 2);
         }
-        const int blocks = matrix.depth / GROUP / block_groups(matrix.format);
-        for (int block = 0; block < blocks; block++, from += file_block(matrix.format).bytes)
-            pack_block(matrix.format, from, to + block * block_bytes(matrix.format), lane);
     }
 }
 

@@ -23,7 +23,7 @@
 
 extern "C" {
 
-int abi_version() { return 28; }
+int abi_version() { return 29; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -76,6 +76,12 @@ void touch(ThreadPool* thread_pool, uint8_t* memory, size_t bytes) {
         for (size_t place = i * part; place < std::min((i + 1) * part, bytes); place += page)
             *static_cast<volatile uint8_t*>(memory + place) = 0;
     });
+}
+
+// Touches each page of these extents, `piece` bytes of each at once, so that their first bytes come first. Steps may use
+// them meanwhile: no byte changes. `stopped` is an int that may become 1. A thread of the lowest priority does it.
+void touch_later(const Extent* extents, int count, size_t piece, const int* stopped) {
+    touch_extents(extents, count, piece, reinterpret_cast<const std::atomic<int>*>(stopped));
 }
 
 // --- KV memory

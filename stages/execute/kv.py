@@ -53,7 +53,7 @@ class KVPlan:
     state_tokens: int = 0
     """Tokens whose KV has the size of a slot."""
     touches: bool = True
-    """Whether all of the memory is touched when it is allocated. An executor that wakes touches what it uses."""
+    """Whether all of the memory is touched, beside the steps. An executor that wakes touches what it uses."""
 
 
 class SwapMemory(NamedTuple):

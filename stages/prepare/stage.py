@@ -216,10 +216,10 @@ def _converted_gguf(
 
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.gguf.in_place import moved
-        from pipeline.stages.prepare.gguf.model import convert, name_of, require_supported
+        from pipeline.stages.prepare.gguf.model import convert, name_of, read_supported
         from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
-        require_supported(paths)
+        parts = read_supported(paths)
         name = name_of(paths[0])
         made_as = f"{FORMAT}|gguf|{quantization}"
         if quantization == "auto":  # most tensors stay in place: reading them takes longer than all else
@@ -232,7 +232,7 @@ def _converted_gguf(
             moved(paths, folder)
             msgspec.structs.replace(ModelConfig.load(folder), name=name).save(folder)
             return
-        convert(paths, folder, quantization, progress)
+        convert(paths, folder, quantization, progress, parts)
         add_reply_ends(folder, settings.supervisor.start_timeout_s)
         (folder / CONTENT).write_text(content, encoding="utf-8")
 

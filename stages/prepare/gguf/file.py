@@ -43,6 +43,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", 5: "i", 6: "f", BOOL: "B
 """`struct` codes of the value types, by number."""
 KEY_BYTES, TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 """Minimum size of a key with its value, and of a tensor info."""
+LENGTH = struct.Struct("<Q")
+"""Of a string."""
 
 
 class _Fault(ValueError):
@@ -210,8 +212,7 @@ class GgufFile:
         if kind == STRING:
             if count * 8 > self._end - self._at:
                 self._take(count * 8, what)
-            for _ in range(count):
-                self._take(self._number("Q", what), what)
+            self._skip_strings(count, what)
         elif kind in SCALARS:
             at = self._take(count * struct.calcsize(SCALARS[kind]), what)
             if kind == BOOL and max(self._data[at : self._at], default=0) > 1:
@@ -220,12 +221,28 @@ class GgufFile:
             raise _Fault(f"{what} has a value of the unknown type {kind}")
         return value
 
+    def _skip_strings(self, count: int, what: str) -> None:
+        """A vocabulary has hundreds of thousands of them."""
+        at, end, data, read_length = self._at, self._end, self._data, LENGTH.unpack_from
+        for _ in range(count):
+            if at + LENGTH.size > end:
+                break
+            following = at + LENGTH.size + read_length(data, at)[0]
+            if following > end:
+                break
+            at = following
+        else:
+            self._at = at
+            return
+        self._at = at
+        self._take(self._number("Q", what), what)
+
     def _texts(self, value: _Value) -> list[str]:
         texts = []
         at = value.at
         for _ in range(value.num):
-            (length,) = struct.unpack_from("<Q", self._data, at)
-            at += 8 + length
+            (length,) = LENGTH.unpack_from(self._data, at)
+            at += LENGTH.size + length
             texts.append(str(self._data[at - length : at], "utf-8"))
         return texts
 

@@ -35,7 +35,7 @@ from pipeline.stages.prepare.gguf.drafts import DRAFTS, split_drafts
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.in_place import is_kept, write_indexes
 from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
-from pipeline.stages.prepare.gguf.parts import read_parts
+from pipeline.stages.prepare.gguf.parts import Parts, read_parts
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES, read_scaling, with_rope_scaling
 from pipeline.stages.prepare.gguf.tensor_names import FIRST_EXPERT, STACKED, STACKED_EXPERTS, differing_names, gguf_name
 from pipeline.stages.prepare.gguf.tokenizers import tokenizer
@@ -92,13 +92,16 @@ SUPPRESS_KEY = "tokenizer.ggml.suppress_tokens"
 _QUANTIZATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
 
-def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
-    """Write the model of a .gguf file, or of all its parts in order, to `folder`.
+def convert(
+    paths: list[Path], folder: Path, quantization: PreparedFormat, progress: Progress, parts: Parts | None = None
+) -> None:
+    """Write the model of a .gguf file, or of all its parts in order, to `folder`. `parts` has what is in them, if they
+    have been read.
 
     Raises ModelError if it can't be served, or if the parts don't belong together.
     """
     path = paths[0]
-    metadata, tensors = read_parts(paths)
+    metadata, tensors = read_parts(paths) if parts is None else (parts[0], dict(parts[1]))
     rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
     long_factors = [tensors.pop(name, None) for name in LONG_FACTORS]
     config = _config(metadata, tensors)
@@ -157,9 +160,11 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     config.save(folder)
 
 
-def require_supported(paths: list[Path]) -> None:
+def read_supported(paths: list[Path]) -> Parts:
     """Reads only the headers. Raises ModelError if a file is not a .gguf file, or its architecture isn't supported."""
-    _architecture(read_parts(paths)[0])
+    parts = read_parts(paths)
+    _architecture(parts[0])
+    return parts
 
 
 def name_of(path: Path) -> str:

@@ -13,8 +13,11 @@ from pipeline.stages.prepare.sources.source import ModelError
 
 NUMBER_KEY, COUNT_KEY, TENSORS_KEY = "split.no", "split.count", "split.tensors.count"
 
+Parts = tuple[Metadata, dict[str, GgufTensor]]
+"""The keys of the first part, and the tensors of all."""
 
-def read_parts(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
+
+def read_parts(paths: list[Path]) -> Parts:
     """The keys of the first part, and the tensors of all. Raises ModelError unless they are all parts of one model."""
     files = [GgufFile(path) for path in paths]
     metadata = Metadata(files[0])

@@ -19,6 +19,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.rope import Rope
 from pipeline.stages.execute.adapters.slots import OUT, QKV
 from pipeline.stages.execute.cpu.native.key_calibration import CalibratedLayer, KeyFactors, calibrate_keys
+from pipeline.stages.execute.cpu.native.kv_pages import FIRST_BYTES, KVPages
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.memory import NativeMemory, rows_of, turning_order
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
@@ -69,12 +70,13 @@ class NativeAttention:
         self._layer_bytes = layer_bytes(config, kv_type, len(share.kv_heads))
         self._kv = [
             native.NativeLayerMemory(
-                memory.allocate(kv.num_blocks * self._layer_bytes, touches=kv.touches),
+                memory.allocate(kv.num_blocks * self._layer_bytes, touched_bytes=FIRST_BYTES if kv.touches else 0),
                 *(len(share.kv_heads), config.head_dim, kv_type),
             )
             for _ in range(kv.layout.layers_per_group)
         ]
         """By place in a block."""
+        self.pages = KVPages(library, [layer.data for layer in self._kv], kv.num_blocks * self._layer_bytes)
         self._calibrated: list[CalibratedLayer] = []
         self._plans: dict[tuple[int, int, int], int] = {}
 

@@ -48,8 +48,8 @@ class NativeMemory:
         """The form of activations for a matmul with a matrix."""
         return native.form_for(matrix.format, self._activations, in_blocks=bool(self._library.prefers_blocks()))
 
-    def allocate(self, num_bytes: int, *, touches: bool = True) -> int:
-        array = self._thread_pool.allocate(num_bytes, touches=touches)
+    def allocate(self, num_bytes: int, *, touched_bytes: int | None = None) -> int:
+        array = self._thread_pool.allocate(num_bytes, touched_bytes=touched_bytes)
         self.kept.append(array)
         return int(array.ctypes.data)
 
@@ -95,7 +95,7 @@ class NativeMemory:
             key = key_of(packed, names, order)
             packed.panels = None if key is None else self._panels.find(key, num_bytes)
         if packed.panels is None:
-            packed.panels = panels = self.allocate(num_bytes)
+            packed.panels = panels = self.allocate(num_bytes, touched_bytes=0)  # packing writes all of it
             if source := native.FLOAT_SOURCES.get(stored):
                 self._library.pack_floats(self._thread_pool.handle, reference, panels, addresses.ctypes.data, source)
             else:

@@ -104,6 +104,7 @@ class NativeProgram(Program):
             self._delta = NativeDelta(
                 *(library, self._handle, memory, config, inputs, plan.kv, norms, self._layers, gathered, share)
             )
+        self._touches_kv = plan.kv.touches
         self._swap = plan.swap
         """Keeps the memory alive: the library has only its address."""
         self._blocks = self._attention.blocks(plan.swap)
@@ -229,6 +230,8 @@ class NativeProgram(Program):
         self._attention.calibrate(self.run if self._link is None else partial(self._run_while_loading, self._link))
         if self._panels is not None:
             self._panels.save(self._memory.kept)
+        if self._touches_kv:
+            self._attention.pages.start(self._memory.kept)
         for group in (self._ranks, self._link):
             if group is not None:
                 group.finish_loading()
@@ -344,6 +347,7 @@ class NativeProgram(Program):
                 self._ranks.close()
             if self._panels is not None:
                 self._panels.close()
+            self._attention.pages.close()
             self._thread_pool.close()
             self._memory.free()
             self._swap = None
