@@ -33,7 +33,7 @@ from pipeline.supervisor.crashes.crash_reports import CrashReports
 from pipeline.supervisor.processes.children import ChildTable
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.health import HealthChecks
-from pipeline.supervisor.processes.heartbeats import Heartbeats
+from pipeline.supervisor.processes.heartbeats import HEARTBEAT_S, Heartbeats
 from pipeline.supervisor.reconfigure.adapters import Adapters
 from pipeline.supervisor.reconfigure.reload import Reloads
 from pipeline.supervisor.reconfigure.scaling import Scaling
@@ -47,9 +47,6 @@ from pipeline.supervisor.server_state import ServerState
 from pipeline.supervisor.shared.resources import SharedResources
 from pipeline.supervisor.signals import StopSignals, TerminationSignals
 from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, Stopping
-
-POLL_S = 1.0
-"""Deadlines are checked at least this often."""
 
 
 class SupervisorLoop:
@@ -256,7 +253,10 @@ class SupervisorLoop:
                 self._processes.deadlines,
                 self._scaling.deadlines,
             )
-            soonest = min([end, now + POLL_S, *itertools.chain(*deadlines)])
+            looks_often = self.hosts.num_hosts or not self.state.is_serving
+            rest_s = HEARTBEAT_S if looks_often else self._heartbeats.rest_s
+            soonest = min([end, now + rest_s, *itertools.chain(*deadlines)])
+            self._suspension.sleep(soonest - now - HEARTBEAT_S)
             self.poller.poll(max(0, round((soonest - now) * 1000)))
 
     def _suspended(self, seconds: float) -> None:
@@ -302,7 +302,7 @@ class SupervisorLoop:
                 timeout_s = self._resources.settings.supervisor.health_timeout_s
                 self._health_checks.start(sender, nonce, timeout_s, self.table.children.values())
             case m.Pong(nonce, load):
-                self._heartbeats.answered(sender)
+                self._heartbeats.answered(sender, load.num_open_requests if isinstance(load, m.GatewayLoad) else 0)
                 if self._processes.is_idle(sender, load):
                     self._scaling.drained(sender)
                 self._health_checks.answered(nonce, sender, message, self.table.children.values())

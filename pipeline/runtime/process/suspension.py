@@ -22,13 +22,20 @@ class Suspension:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._turned_s = clock()
+        self._sleep_s = 0.0
 
     def begin(self) -> None:
         """The loop begins: the time before it was spent elsewhere."""
-        self._turned_s = self._clock()
+        self._turned_s, self._sleep_s = self._clock(), 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """The loop is going to wait, and this much of that is no sign of a suspension."""
+        self._sleep_s = max(0.0, seconds)
 
     def turn(self) -> float:
-        """Call it once per turn. Returns the seconds since the last turn if this process was suspended then, else 0."""
+        """Call it once per turn. Returns the seconds since the last turn, without those of `sleep`, if this process was
+        suspended then, else 0."""
         now_s = self._clock()
-        took_s, self._turned_s = now_s - self._turned_s, now_s
+        took_s = now_s - self._turned_s - self._sleep_s
+        self._turned_s, self._sleep_s = now_s, 0.0
         return took_s if took_s >= MIN_S else 0.0

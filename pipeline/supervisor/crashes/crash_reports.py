@@ -68,7 +68,7 @@ class CrashReport(msgspec.Struct, frozen=True):
     signal: str | None
     """The signal that killed it, such as `SIGSEGV`."""
     rss_bytes: int | None
-    """Its memory at most a second or so before."""
+    """Its memory at most a second or so before; five, if the server was idle."""
     request_id: str | None
     """The request that it was working on, as in log lines; only of ingest and schedule."""
     attempt: int | None

@@ -48,7 +48,7 @@ from pipeline.supervisor.shared.shared_keys import SharedKeys
 from pipeline.supervisor.signals import TerminationSignals
 from pipeline.supervisor.stopping import EXIT_NO_ROOM, EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED
 
-POLL_S = 1.0
+POLL_S, CALM_S = 1.0, 5.0
 
 
 class ModelManager:
@@ -140,10 +140,10 @@ class ModelManager:
         """Wait for something, and handle all that came."""
         self._load_wanted()
         self._tell()
-        soonest_s = min([*self._due(), self._waiting.due_s])
-        timeout_s = max(0.0, min(POLL_S, soonest_s - time.monotonic()))
+        poll_s = CALM_S if all(one.state in ("loaded", "unloaded") for one in self._models.values()) else POLL_S
+        soonest_s = min([*self._due(), self._waiting.due_s, time.monotonic() + poll_s])
         fds = [self._wake_fd, self._signals.fileno(), *self._gateway.filenos()]
-        select.select(fds, [], [], timeout_s)
+        select.select(fds, [], [], max(0.0, soonest_s - time.monotonic()))
         for message in self._gateway.receive():
             self._handle(message)
         self._take_events()

@@ -1,6 +1,7 @@
-"""Heartbeats: a ping to every stage each second, which shows stages whose loop has stopped running.
+"""Heartbeats: a ping to every stage each second, which shows stages whose loop has stopped running. If no request was
+open for a while, there is one each five seconds: a wake of every process is all that an idle server computes.
 
-    pinged ──answer──► known to run ──HEARTBEAT_S──► pinged
+    pinged ──answer──► known to run ──HEARTBEAT_S, idle IDLE_HEARTBEAT_S──► pinged
        └──no answer within the timeout──► late ──answer──► back
                                             └──no answer for the hang timeout──► killed, and restarted
 
@@ -24,6 +25,11 @@ from pipeline.supervisor.processes.child import Child
 
 HEARTBEAT_S = 1.0
 """From a stage's answer to the next ping."""
+IDLE_HEARTBEAT_S = 5.0
+"""The same if the gateways have had no open request for `IDLE_AFTER_S`."""
+IDLE_AFTER_S = 10.0
+NEARLY_S = 0.25
+"""A stage whose ping is due that soon is pinged with others."""
 BUSY_FACTOR = 10
 """How many times longer an executor may be silent while it computes."""
 IDLE_SHARE = 0.05
@@ -72,15 +78,29 @@ class Heartbeats:
         self.hang_timeout_s = hang_timeout_s
         self._cpu_s = cpu_s
         self._executors: list[Child] = []
+        self._worked_s = clock()
+        """When a request was known to be open last, or a stage was not known to run."""
         self._beats: dict[str, _Beat] = {}
         self._lost: dict[str, _Beat] = {}
         """Those of stages that are being restarted, from when they died."""
 
     @property
+    def interval_s(self) -> float:
+        """From a stage's answer to the next ping."""
+        return IDLE_HEARTBEAT_S if self._clock() >= self._worked_s + IDLE_AFTER_S else HEARTBEAT_S
+
+    @property
+    def rest_s(self) -> float:
+        """How long the supervisor may wait, if it has no deadlines: while a ping is open it looks each second, to
+        notice its own suspension."""
+        return HEARTBEAT_S if any(beat.pinged_s is not None for beat in self._beats.values()) else self.interval_s
+
+    @property
     def deadlines(self) -> list[float]:
         """When `turn` must be called next."""
+        interval_s = self.interval_s
         return [
-            beat.alive_s + HEARTBEAT_S if beat.pinged_s is None else beat.checked_s + self.timeout_s
+            beat.alive_s + interval_s if beat.pinged_s is None else beat.checked_s + self.timeout_s
             for beat in self._beats.values()
             if not beat.is_late
         ]  # hangs are found at the supervisor's regular turns
@@ -99,12 +119,15 @@ class Heartbeats:
         has_changed |= bool(back := self._lost.keys() & ready)
         for name in back:
             del self._lost[name]
+        interval_s = self.interval_s
+        rested_s = [now_s - beat.alive_s for beat in self._beats.values() if beat.pinged_s is None]
+        is_due = max(rested_s, default=0.0) >= interval_s
         for name, beat in self._beats.items():
             if beat.is_late:
                 self._kill_if_hung(by_name[name], beat, now_s)
                 continue
             if beat.pinged_s is None:
-                if now_s >= beat.alive_s + HEARTBEAT_S:
+                if is_due and now_s >= beat.alive_s + interval_s - NEARLY_S:
                     beat.pinged_s = now_s
                     self._check_cpu(by_name[name], beat, now_s)
                     self._ping(name, NONCE)
@@ -116,6 +139,8 @@ class Heartbeats:
                     continue
                 beat.is_late = has_changed = True
                 self._log.warning(f"{name} is late", extra={"fields": {"silent_s": f"{now_s - beat.alive_s:.1f}"}})
+        if self._lost or any(beat.is_late for beat in self._beats.values()):
+            self._worked_s = now_s
         if has_changed:
             self._report()
 
@@ -178,12 +203,14 @@ class Heartbeats:
         if self._lost.pop(name, None) is not None or (beat is not None and beat.is_late):
             self._report()
 
-    def answered(self, name: str) -> None:
-        """A stage has answered a ping, of a heartbeat or of a health round."""
+    def answered(self, name: str, num_open_requests: int = 0) -> None:
+        """A stage has answered a ping, of a heartbeat or of a health round; a gateway with its open requests."""
+        now_s = self._clock()
+        if num_open_requests:
+            self._worked_s = now_s
         beat = self._beats.get(name)
         if beat is None:
             return
-        now_s = self._clock()
         silent_s, was_late = now_s - beat.alive_s, beat.is_late
         beat.alive_s = beat.silent_since_s = now_s
         beat.pinged_s, beat.is_late = None, False

@@ -53,8 +53,10 @@ from pipeline.stages.gateway.stage import GatewayStage
 from pipeline.stages.gateway.zmq.bind import until_free
 from pipeline.stages.gateway.zmq.server import ZmqServer
 
-FLUSH_S = 1.0
-"""How often logs of refusals are written."""
+FLUSH_S = 5.0
+"""How often the log counts refusals that it left out."""
+COLLECT_S = 1.0
+"""After a model was unloaded."""
 
 
 MAX_CLOSING = 8
@@ -253,7 +255,7 @@ class ModelGateways:
         finally:
             await self._blocking.run(stage.close)  # it waits for messages to be sent
             del stage
-            asyncio.get_running_loop().call_later(FLUSH_S, _collect)
+            asyncio.get_running_loop().call_later(COLLECT_S, _collect)
 
     # ------------------------------------------------------------------------------------------- the shared listener
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.supervisor.processes.heartbeats import HEARTBEAT_S, Heartbeats
+from pipeline.supervisor.processes.heartbeats import HEARTBEAT_S, IDLE_AFTER_S, IDLE_HEARTBEAT_S, Heartbeats
 
 TIMEOUT_S = 2.0
 HANG_S = 30.0
@@ -74,6 +74,49 @@ def test_every_stage_is_pinged_once_a_second_and_only_if_it_has_answered(world: 
     world.beats.answered("ingest.0")
     assert world.turn(HEARTBEAT_S) == ["ingest.0"]
     assert world.reports == []
+
+
+def test_without_open_requests_pings_are_rarer_until_one_is_seen(world: World) -> None:
+    def answer(num_open: int = 0) -> None:
+        for name in NAMES:
+            world.beats.answered(name, num_open)
+
+    world.turn()
+    while world.now_s < 100.0 + IDLE_AFTER_S - HEARTBEAT_S:
+        assert world.turn(HEARTBEAT_S) == sorted(NAMES)
+        answer()
+    assert world.beats.rest_s == HEARTBEAT_S
+    assert world.turn(HEARTBEAT_S) == []
+    assert world.beats.rest_s == IDLE_HEARTBEAT_S
+    assert world.beats.deadlines == [world.now_s + IDLE_HEARTBEAT_S - HEARTBEAT_S] * 2
+    assert world.turn(IDLE_HEARTBEAT_S - HEARTBEAT_S) == sorted(NAMES)
+    assert world.beats.rest_s == HEARTBEAT_S, "a ping is open: a suspension of this process must be noticed"
+    answer(num_open=1)
+    assert world.turn(HEARTBEAT_S) == sorted(NAMES)
+
+
+def test_a_stage_that_falls_silent_while_idle_is_late_after_the_same_timeout(world: World) -> None:
+    world.turn()
+    for _ in range(int(IDLE_AFTER_S)):
+        world.turn(HEARTBEAT_S)
+        for name in NAMES:
+            world.beats.answered(name)
+    pinged = world.turn(IDLE_HEARTBEAT_S)
+    assert pinged == sorted(NAMES)
+    world.beats.answered("ingest.0")
+    world.turn(TIMEOUT_S)
+    assert list(world.reports[-1]) == ["execute.0"]
+    assert world.beats.interval_s == HEARTBEAT_S, "until it is back"
+
+
+def test_stages_that_are_nearly_due_are_pinged_at_once(world: World) -> None:
+    world.turn()
+    world.turn(HEARTBEAT_S)
+    world.beats.answered("ingest.0")
+    world.now_s += 0.125
+    world.beats.answered("execute.0")
+    assert world.turn(0.75) == []
+    assert world.turn(0.125) == sorted(NAMES)
 
 
 def test_a_stage_that_does_not_answer_in_time_is_late_until_it_answers(
