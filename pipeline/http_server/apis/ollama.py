@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -33,6 +34,14 @@ class OllamaFamily(ApiFamily):
 
     def error_json(self, error: ApiError, request_id: str) -> bytes:
         return error_json(error)
+
+    def waiting(self, path: str, model: str, words: str, unix_s: float) -> bytes:
+        """An object without text: Ollama's streams have no comments, and its clients ignore fields that they don't
+        know."""
+        created_at = datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+        text = {"response": ""} if path.endswith("/generate") else {"message": {"role": "assistant", "content": ""}}
+        fields = {"model": model, "created_at": created_at, **text, "done": False, "status": words}
+        return json.dumps(fields).encode() + b"\n"
 
     def lost_stream(self, fields: Mapping[str, Any]) -> bytes:
         return json.dumps({"error": fields["message"]}).encode() + b"\n"

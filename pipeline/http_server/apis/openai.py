@@ -62,6 +62,11 @@ class ApiFamily:
         """The body of an error response."""
         return error_json(error)
 
+    def waiting(self, path: str, model: str, words: str, unix_s: float) -> bytes:
+        """What a stream says without output while its model is loaded, or sleeps: `words`, which clients ignore that
+        don't know them. `model` is its name in the request."""
+        return f": {words}\n\n".encode()
+
     def lost_stream(self, fields: Mapping[str, Any]) -> bytes:
         """The end of a stream that the ingress can't continue, or whose model can't be loaded. `fields` are those of
         `ErrorFields`."""

@@ -2,13 +2,14 @@
 meanwhile, which say what the request waits for. What fails then is an event, as it has no status of its own."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from aiohttp import web
 
 from pipeline.http_server.apis.table import family_of
-from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM
+from pipeline.stages.gateway.dialect import COMMENT
 from pipeline.stages.gateway.errors import ApiError
 
 BEGUN = web.RequestKey("begun stream", web.StreamResponse)
@@ -16,10 +17,12 @@ BEGUN = web.RequestKey("begun stream", web.StreamResponse)
 
 
 class Waiting(NamedTuple):
-    """What an open request waits for."""
+    """What a request waits for."""
 
+    model: str
+    """Its name in the request."""
     words: Callable[[], str]
-    """Returns it; an empty string if its model is loaded and awake."""
+    """Returns what it waits for; an empty string if its model is loaded and awake."""
 
 
 WAITING = web.RequestKey("waiting", Waiting)
@@ -27,33 +30,37 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def wait_with_keep_alives(
-    http_request: web.Request, ready: Awaitable[object], interval_s: float, words: Callable[[], str]
+    http_request: web.Request, ready: Awaitable[object], interval_s: float, waiting: Waiting
 ) -> None:
-    """Wait, and after each `interval_s` send a comment with these words. Raises what `ready` raises."""
+    """Wait, and after each `interval_s` say what the request waits for. Raises what `ready` raises."""
     task = asyncio.ensure_future(ready)
     try:
         while not (await asyncio.wait([task], timeout=interval_s))[0]:
             response = await begun(http_request)
-            await response.write(f": {words()}\n\n".encode())
+            await response.write(_event(http_request, waiting.model, waiting.words()))
         await task
     finally:
         task.cancel()
 
 
 def keep_alive_of(http_request: web.Request, keep_alive: bytes) -> bytes:
-    """What an event stream says while there is no output: `keep_alive`, after a comment if the model sleeps for
+    """What a stream says while there is no output: `keep_alive`, after what it waits for if the model sleeps for
     others."""
     waiting = http_request.get(WAITING)
-    words = "" if waiting is None else waiting.words()
-    if not words:
+    if waiting is None or not (words := waiting.words()):
         return keep_alive
-    return f": {words}\n\n".encode() + (b"" if keep_alive == COMMENT else keep_alive)
+    return _event(http_request, waiting.model, words) + (b"" if keep_alive == COMMENT else keep_alive)
+
+
+def _event(http_request: web.Request, model: str, words: str) -> bytes:
+    return family_of(http_request.path).waiting(http_request.path, model, words, time.time())
 
 
 async def begun(http_request: web.Request) -> web.StreamResponse:
     """The response, whose headers are sent."""
     if BEGUN not in http_request:
-        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM} | STREAM_HEADERS)
+        media_type = family_of(http_request.path).media_type
+        response = web.StreamResponse(headers={"Content-Type": media_type} | STREAM_HEADERS)
         await response.prepare(http_request)
         http_request.writer.send_headers()
         http_request[BEGUN] = response

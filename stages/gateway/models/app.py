@@ -33,6 +33,8 @@ from pipeline.stages.gateway.parsing import resumption
 
 STREAMS = ("chat_completions", "completions", "messages", "infill", "create_response")
 """Handlers whose streams are server-sent events."""
+LINES = ("ollama_chat", "ollama_generate")
+"""Those whose streams are lines of JSON, which they are by default."""
 
 
 class ModelsApp(Applications):
@@ -78,12 +80,13 @@ class ModelsApp(Applications):
         model = self._table.find(name, as_ollama=folds_names)
         idle_s = keep_s(chosen.keep_alive) if folds_names else keep_s(chosen.ttl)
         streams = route.handler in STREAMS and chosen.stream is True and not chosen.background
+        streams |= route.handler in LINES and chosen.stream in (None, True) and chosen.has_input
         only_unloads = folds_names and idle_s == 0 and not chosen.has_input
         del chosen  # its fields keep the body
         if only_unloads and not model.serves:
             return _json(ollama.unloaded(route.path, name, time.time()))
         try:
-            return await self._serve(route, http_request, model, streams=streams)
+            return await self._serve(route, http_request, model, name, streams=streams)
         except ApiError as error:
             if BEGUN in http_request:
                 return await fail(http_request, error)
@@ -134,26 +137,29 @@ class ModelsApp(Applications):
         return await self._serve(route, http_request, owner or found[0])
 
     async def _serve(
-        self, route: Route, http_request: web.Request, model: ModelEntry, *, streams: bool = False
+        self, route: Route, http_request: web.Request, model: ModelEntry, name: str = "", *, streams: bool = False
     ) -> web.StreamResponse:
-        """Have the model loaded, and its own handler answer. A stream of events has keep-alives meanwhile."""
+        """Have the model loaded, and its own handler answer. A stream has keep-alives meanwhile, with the model's
+        `name` in the request."""
         with self._table.use(model):
             while not model.serves:
-                await self._wait(http_request, model, streams=streams and RESUMABLE not in http_request.headers)
+                shows_position = streams and RESUMABLE not in http_request.headers
+                await self._wait(http_request, model, name if shows_position else None)
             assert model.gateway is not None
             if streams:
-                http_request[WAITING] = Waiting(functools.partial(sleeping_words, model, self._seen()))
+                http_request[WAITING] = Waiting(name, functools.partial(sleeping_words, model, self._seen()))
             return await model.gateway.handler(route)(http_request)
 
-    async def _wait(self, http_request: web.Request, model: ModelEntry, *, streams: bool) -> None:
-        """Wait until the model is loaded. Raises ApiError as `ModelTable.until_loaded`, and 429."""
+    async def _wait(self, http_request: web.Request, model: ModelEntry, name: str | None) -> None:
+        """Wait until the model is loaded. A stream has its `name` in the request, and keep-alives. Raises ApiError as
+        `ModelTable.until_loaded`, and 429."""
         self._check_limits()
         scope = current_scope() or client_address(http_request.transport)
         left_s = time_left.of_headers(http_request.headers)
         loaded = self._table.until_loaded(model, len(http_request.get(KEPT_BODY, b"")), scope, left_s)
-        words = functools.partial(waiting_words, model, self._seen())
-        if streams and self._keep_alive_s:
-            await wait_with_keep_alives(http_request, loaded, self._keep_alive_s, words)
+        if name is not None and self._keep_alive_s:
+            waiting = Waiting(name, functools.partial(waiting_words, model, self._seen()))
+            await wait_with_keep_alives(http_request, loaded, self._keep_alive_s, waiting)
         else:
             await loaded
 

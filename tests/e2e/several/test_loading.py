@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 
 from pipeline import Client, SamplingParams
@@ -110,6 +111,21 @@ def test_a_stream_has_keep_alives_while_its_model_is_loaded(small: Server) -> No
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     text = "".join(one["choices"][0]["text"] for one in chunks)
     assert text == completion(small, "chat", 4)["choices"][0]["text"]
+
+
+def test_ollamas_client_takes_a_stream_that_waits_for_its_model(small: Server) -> None:
+    expected = completion(small, "chat", 4)["choices"][0]["text"]
+    options = {"num_predict": 4, "temperature": 0}
+    only(small, "chat")
+    with ollama.Client(host=small.url, timeout=60) as client:
+        parts = list(client.generate("other", "Hello", raw=True, options=options, stream=True))
+        assert parts[0].response == "" and parts[0].model == "other" and parts[-1].done_reason == "length"
+        assert "".join(part.response for part in parts) == expected
+    only(small, "chat")
+    body = {"model": "other:latest", "prompt": "Hello", "raw": True, "options": options}
+    first, *_, last = map(json.loads, events_of(small, "/api/generate", body))
+    assert (first["model"], first["response"], first["done"]) == ("other:latest", "", False)
+    assert first["status"] == "the model is loading" and last["done"]
 
 
 def test_a_stream_that_waits_ends_with_an_error_if_its_model_fails(small: Server) -> None:
