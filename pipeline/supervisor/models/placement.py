@@ -120,6 +120,14 @@ def decide(
     return Decision(tuple(leave), tuple(waits_for), is_open_ended=True)
 
 
+def turn_bytes(num_bytes: int, stays_bytes: int | None, occupants: Sequence[Occupant]) -> int:
+    """The least memory_bytes with which a model that is wanted would take turns with those that can't leave."""
+    wanted = Occupant(name="", num_bytes=num_bytes, stays_bytes=stays_bytes)
+    present = [wanted, *(one for one in occupants if not one.is_leaving and (one.is_busy or one.is_pinned))]
+    low = sum(one.low_bytes for one in present)
+    return max(low - one.low_bytes + one.num_bytes for one in present)
+
+
 def _turn(wanted: Occupant, kept: Sequence[Occupant], asleep: Collection[str], memory_bytes: int) -> list[Occupant]:
     """The models that are put to sleep, so that the wanted one fits; empty if that is not enough."""
     found: list[Occupant] = []

@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from pipeline.config.values.sizes import size_words
 from pipeline.supervisor.models.model_thread import Event, ManagedModel, needed_bytes
-from pipeline.supervisor.models.placement import Decision, Occupant, decide
+from pipeline.supervisor.models.placement import Decision, Occupant, decide, turn_bytes
 
 WAKE_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)
 """How long a model whose wake has failed waits until the next one, by the number of failures in a row."""
@@ -38,6 +39,8 @@ class WaitingModels:
         """What was decided last about those that wait."""
         self.due_s = math.inf
         """When the next turn begins, by time.monotonic()."""
+        self._reported: set[str] = set()
+        """Those that wait open-endedly, which the log has."""
         self._num_failed: dict[str, int] = {}
         """How many wakes of a model have failed, one after the other."""
         self._may_wake_s: dict[str, float] = {}
@@ -48,6 +51,7 @@ class WaitingModels:
 
     def drop(self, name: str) -> None:
         self._wanted.pop(name, None)
+        self._reported.discard(name)
 
     def clear(self) -> None:
         self._wanted.clear()
@@ -95,11 +99,13 @@ class WaitingModels:
                 if not decision.sleep:
                     self.due_s = min(self.due_s, decision.due_s)
                 return  # the first one that waits is the first one that loads
+            if decision.is_open_ended:
+                self._say_why(model)
             if decision.waits_for or (decision.problem and model.is_asleep):
                 # Others end only if those that sleep have their turns.
                 held.append(model)
                 continue
-            del self._wanted[name]
+            self.drop(name)
             if decision.problem:
                 self._fail(model, decision.problem)
             elif model.is_asleep:
@@ -118,7 +124,16 @@ class WaitingModels:
 
     def decide(self, model: ManagedModel, num_bytes: int) -> Decision:
         """What is done about a model that needs so many bytes while it is awake. Other threads may ask."""
-        occupants = [
+        stays_bytes = model.stays_bytes if model.takes_turns else None
+        now_s, quantum_s = time.monotonic(), self._quantum_s
+        occupants = self._occupants(model)
+        return decide(
+            num_bytes, occupants, self._memory_bytes, stays_bytes=stays_bytes, now_s=now_s, quantum_s=quantum_s
+        )
+
+    def _occupants(self, model: ManagedModel) -> list[Occupant]:
+        """All other models that have memory."""
+        return [
             Occupant(
                 name=one.name,
                 num_bytes=self.needed(one),
@@ -134,11 +149,18 @@ class WaitingModels:
             for one in self._models.values()
             if one.has_memory and one is not model
         ]
-        stays_bytes = model.stays_bytes if model.takes_turns else None
-        now_s, quantum_s = time.monotonic(), self._quantum_s
-        return decide(
-            num_bytes, occupants, self._memory_bytes, stays_bytes=stays_bytes, now_s=now_s, quantum_s=quantum_s
-        )
+
+    def _say_why(self, model: ManagedModel) -> None:
+        """A model waits until others have no open requests: once, say what turns would need."""
+        if model.name in self._reported:
+            return
+        self._reported.add(model.name)
+        fields: dict[str, object] = {"model": model.name, "after": ", ".join(self.waits_for(model.name))}
+        if self._quantum_s and model.takes_turns:
+            least = turn_bytes(self.needed(model), model.stays_bytes, self._occupants(model))
+            fields["turns_need"] = size_words(least, up=True)
+            fields["memory_bytes"] = size_words(self._memory_bytes)
+        self._log.info("waits until others have no open requests", extra={"fields": fields})
 
     # --------------------------------------------------------------------------------------------------------- turns
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.supervisor.models.placement import Decision, Occupant, decide
+from pipeline.supervisor.models.placement import Decision, Occupant, decide, turn_bytes
 
 QUANTUM_S = 10.0
 NEVER = math.inf
@@ -39,6 +39,25 @@ def test_a_model_that_is_idle_is_unloaded_at_once() -> None:
     found = [occupant("busy"), occupant("idle", is_busy=False)]
     assert decided(found, 20) == Decision(leave=("idle",), waits_for=("idle",))
     assert decided([occupant("idle", is_busy=False, is_asleep=True)], 11) == Decision(("idle",), ("idle",))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 30),
+)
+def test_turns_begin_at_the_memory_that_they_need(models: list[tuple[int, int, bool]], num_bytes: int) -> None:
+    found = [
+        occupant(str(index), num_bytes=size, stays_bytes=min(stays, size), is_busy=busy)
+        for index, (size, stays, busy) in enumerate(models)
+    ]
+    busy = [one for one in found if one.is_busy]
+    least = turn_bytes(num_bytes, 1, found)
+
+    def decision(memory_bytes: int) -> Decision:
+        return decide(num_bytes, busy, memory_bytes, stays_bytes=1, now_s=99.0, quantum_s=QUANTUM_S)
+
+    assert decision(least).sleep or decision(least).loads
+    assert decision(least - 1).is_open_ended or decision(least - 1).problem
 
 
 def test_with_quantum_0_a_busy_model_is_waited_for() -> None:

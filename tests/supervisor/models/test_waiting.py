@@ -152,3 +152,26 @@ def test_a_model_that_fits_beside_is_loaded_before_one_that_waits_open_endedly(
     one.turn()
     assert one.waiting.waits_for("b") == ("a",)
     assert one.loaded == loads
+
+
+@pytest.mark.parametrize("quantum_s", [0.0, 10.0])
+def test_the_log_says_once_why_a_model_takes_no_turns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quantum_s: float
+) -> None:
+    one = Bench(monkeypatch)
+    one.models["a"].turn = "awake"
+    one.waiting._quantum_s, one.waiting._memory_bytes = quantum_s, 1200 * MIB
+    one.models["b"].state = "unloaded"
+    one.waiting.want(one.models["b"])
+    with caplog.at_level(logging.INFO):
+        one.turn()
+        one.turn()
+    fields = {"model": "b", "after": "a"}
+    if quantum_s:  # each of them while the other sleeps with all of its KV cache
+        fields |= {"turns_need": "1832MiB", "memory_bytes": "1200MiB"}
+    assert [record.__dict__["fields"] for record in caplog.records] == [fields]
+    one.waiting.drop("b")
+    one.waiting.want(one.models["b"])
+    with caplog.at_level(logging.INFO):
+        one.turn()
+    assert len(caplog.records) == 2
