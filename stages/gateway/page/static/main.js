@@ -57,7 +57,7 @@ async function findModel() {
     line.textContent = model.id;
     line.hidden = areSeveral;
     showModels(models, model);
-    pipeline.model = areSeveral ? model.id : "";
+    pipeline.setModels(models, model.id);
     if (areSeveral) modelsTimer = setTimeout(findModel, MODELS_MS);
   } catch (error) {
     line.textContent = error instanceof ApiError && error.status === 401 ? "needs an API key" : "not ready";

@@ -1,12 +1,15 @@
 /**
- * Which of several models the page is about. Pure; main.js shows the choice.
+ * Which of several models the page is about, and what is said of each. Pure; main.js shows the choice.
  * @module
  */
+
+import { uptime } from "./common/format.js";
 
 /**
  * @typedef {{id: string, parent?: string | null, max_model_len?: number, tasks?: string[],
  *   default_sampling_params?: Record<string, number>,
- *   status?: {value: string, position?: number, waits_for?: string[], since?: number}}} Model an entry of v1/models
+ *   status?: {value: string, position?: number, waits_for?: string[], since?: number, waits_since?: number,
+ *     memory_bytes?: number, pinned?: boolean}}} Model an entry of v1/models
  */
 
 /**
@@ -49,6 +52,27 @@ export function label(model) {
   const { value, position, waits_for: others = [] } = /** @type {NonNullable<Model["status"]>} */ (model.status);
   if (!position) return `${model.id} (${value})`;
   return `${model.id} (waits: ${position}${others.length ? `, after ${others.join(", ")}` : ""})`;
+}
+
+/**
+ * @param {Model} model
+ * @returns {string} its state
+ */
+export function stateWords(model) {
+  const { value = "loaded", pinned = false } = model.status ?? {};
+  return pinned ? `${value}, pinned` : value;
+}
+
+/**
+ * @param {Model} model
+ * @param {number} nowS in Unix time
+ * @returns {string} what it waits for to be loaded or woken, and how long it has; "–" if it does not wait
+ */
+export function waitingWords(model, nowS) {
+  const { position = 0, waits_for: others = [], waits_since: since = nowS } = model.status ?? {};
+  if (!position) return "–";
+  const names = others.length ? `, after ${others.join(", ")}` : "";
+  return `place ${position}${names}, for ${uptime(Math.max(0, nowS - since))}`;
 }
 
 /**

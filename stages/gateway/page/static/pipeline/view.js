@@ -8,6 +8,7 @@ import { el, replace } from "../common/dom.js";
 import { uptime, whole } from "../common/format.js";
 import { Diagram } from "./diagram.js";
 import { Figures } from "./figures.js";
+import { ModelTable } from "./models.js";
 import { RequestList } from "./requests.js";
 import { History, summary, Tracker } from "./state.js";
 
@@ -20,6 +21,7 @@ export class PipelineView {
   #tracker = new Tracker();
   #figures = new Figures();
   #requests = new RequestList();
+  #models = new ModelTable();
   #diagram = new Diagram((key) => this.#requests.open(key));
   #line = el("p", { class: "server soft" });
   #failure = el("p", { class: "failure", role: "alert", hidden: true });
@@ -42,6 +44,7 @@ export class PipelineView {
         el("h1", { class: "hidden" }, "Stages"),
         this.#failure,
         this.#line,
+        this.#models.element,
         this.#diagram.element,
         el("div", { class: "below" }, this.#figures.element, this.#requests.element),
       ),
@@ -53,6 +56,15 @@ export class PipelineView {
   show(isShown) {
     this.#isShown = isShown;
     this.#ask();
+  }
+
+  /**
+   * @param {readonly import("../model_choice.js").Model[]} models all of the server
+   * @param {string} chosen the name of the one to show
+   */
+  setModels(models, chosen) {
+    this.model = models.length > 1 ? chosen : "";
+    this.#models.update(models, chosen, Date.now() / 1000);
   }
 
   get #path() {

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { chosen, isLoaded, label, modelsOf, stateOf } from "../page/model_choice.js";
+import { chosen, isLoaded, label, modelsOf, stateOf, stateWords, waitingWords } from "../page/model_choice.js";
 
 const model = (id, value, more = {}) => ({ id, status: { value, ...more } });
 const VECTORS = { ...model("vectors", "loaded"), tasks: ["embed"] };
@@ -27,4 +27,18 @@ test("the label says what a model that is not loaded waits for", () => {
   assert.equal(label(WAITS), "coder (waits: 2, after chat, vectors)");
   assert.equal(label(model("coder", "failed")), "coder (failed)");
   assert.notEqual(stateOf(CHAT), stateOf(model("chat", "loaded", { since: 2 })));
+});
+
+test("the table says what a model waits for and how long it has", () => {
+  assert.equal(waitingWords(CHAT, 100), "–");
+  assert.equal(waitingWords(WAITS, 100), "place 2, after chat, vectors, for 0\u00a0s");
+  const sleeps = model("coder", "sleeping", { position: 1, waits_since: 35.5 });
+  assert.equal(waitingWords(sleeps, 100), "place 1, for 1\u00a0min 4\u00a0s");
+  assert.equal(waitingWords(sleeps, 30), "place 1, for 0\u00a0s", "the reader's clock is late");
+  assert.deepEqual([WAITS, sleeps, model("a", "loaded", { pinned: true }), { id: "b" }].map(stateWords), [
+    "unloaded",
+    "sleeping",
+    "loaded, pinned",
+    "loaded",
+  ]);
 });
