@@ -30,20 +30,19 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import aiohttp
 import msgspec
-import orjson
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench import words
 from pipeline.cli.out_file import write_output
 from pipeline.errors import UserError
 from tools.benchmarks.served import Served, exit_code
+from tools.benchmarks.streams import Stream, cancel, have_events, session_of, until
 
 STAGES = ("execute", "detokenize", "ingest", "schedule")
 PROMPT_WORDS = 60
@@ -57,40 +56,13 @@ AFTER_S = 1.0
 BACK_S = 60.0
 NUM_NEW = 4
 """Requests sent right after a kill, and before it."""
-POLL_S = 0.01
-
-
-class Stream:
-    """A client that notes when each event came."""
-
-    def __init__(self) -> None:
-        self.at_s: list[float] = []
-        self.text = ""
-
-    async def run(self, session: aiohttp.ClientSession, prompt: str, max_tokens: int) -> None:
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        async with session.post("/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise UserError(f"{response.status}: {(await response.text())[:200]}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    event = orjson.loads(line[len(b"data: ") :])
-                    if "error" in event:
-                        raise UserError(f"error in a stream: {event['error']}")
-                    self.at_s.append(time.perf_counter())
-
-    def longest_gap_s(self, begin_s: float, end_s: float) -> float:
-        """The longest gap between two events of which the later one is in a window."""
-        return max((later - earlier for earlier, later in pairwise(self.at_s) if begin_s < later <= end_s), default=0.0)
 
 
 async def _round(server: Served, args: argparse.Namespace, number: int) -> list[tuple[str, dict[str, float]]]:
     """End each stage. Returns stages, and seconds by name."""
     found: list[tuple[str, dict[str, float]]] = []
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=BACK_S)
-    connector = aiohttp.TCPConnector(limit=0)
     nums: list[int] = []
-    async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
+    async with session_of(server.url, BACK_S) as session:
         for turn in range(args.repeat):
             seed = f"{number}/{turn}"
             streams = [Stream() for _ in range(args.streams)]
@@ -99,16 +71,14 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> list[
                 for index, one in enumerate(streams)
             ]
             try:
-                await _until(lambda streams=streams: min(len(one.at_s) for one in streams) >= args.tokens, running)
+                await until(partial(have_events, streams, args.tokens), running, BACK_S)
                 for stage in args.stages:
                     nums = nums or [len(one.at_s) for one in streams]
                     end = _restart if args.restart else _kill
                     measured = await _measure(server, session, stage, streams, running, f"{seed}/{stage}", end)
                     found.append((stage, measured))
             finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
+                await cancel(running)
             await asyncio.sleep(1.0)
         if not args.no_prefill:
             found[0][1]["prefill"] = await _prefill(session, nums, f"{number}")
@@ -146,7 +116,7 @@ async def _measure(
     ended_s = time.perf_counter()  # a restart takes a while
     if stage == "ingest":
         found["TTFT"] = await _first_tokens(session, f"{seed}/after")
-    await _until(lambda: all(one.at_s[-1] > ended_s + IN_FLIGHT_S for one in streams), running)
+    await until(lambda: all(one.at_s[-1] > ended_s + IN_FLIGHT_S for one in streams), running, BACK_S)
     await asyncio.sleep(AFTER_S)
     pauses_s = [one.longest_gap_s(killed_s, time.perf_counter()) for one in streams]
     found["pause"], found["first"] = median(pauses_s), min(pauses_s)
@@ -175,19 +145,6 @@ async def _first_tokens(session: aiohttp.ClientSession, seed: str) -> float:
         *(one.run(session, words.text(f"{seed}/{index}", PROMPT_WORDS), 2) for index, one in enumerate(new))
     )
     return median(one.at_s[0] - begun_s for one in new)
-
-
-async def _until(condition: Any, running: list["asyncio.Task[None]"]) -> None:
-    """Wait for a condition on the streams. Raises UserError if it takes too long, or the error of a stream."""
-    end_s = time.perf_counter() + BACK_S
-    while not condition():
-        for task in running:
-            if task.done():
-                task.result()
-                raise UserError("a stream ended early: lower --tokens, or raise max_model_len")
-        if time.perf_counter() > end_s:
-            raise UserError(f"the streams did not go on within {BACK_S:g} s")
-        await asyncio.sleep(POLL_S)
 
 
 def main(arguments: list[str] | None = None) -> int:

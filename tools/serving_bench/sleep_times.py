@@ -22,12 +22,12 @@ import re
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import aiohttp
 import msgspec
-import orjson
 import psutil
 
 from pipeline.cli import option_types as types
@@ -35,32 +35,12 @@ from pipeline.cli.bench import words
 from pipeline.cli.out_file import write_output
 from pipeline.errors import UserError
 from tools.benchmarks.served import Served, exit_code
+from tools.benchmarks.streams import Stream, cancel, have_events, session_of, until
 
 BACK_S = 120.0
-POLL_S = 0.002
 ASLEEP = re.compile(r" asleep saved=(\S+) step_s=(\S+) save_s=(\S+) end_s=(\S+) took_s=(\S+)")
 AWAKE = re.compile(r" awake took_s=(\S+)")
 EXECUTOR = "pipeline: execute.0"
-
-
-class Stream:
-    """A client that notes when each event came."""
-
-    def __init__(self) -> None:
-        self.at_s: list[float] = []
-        self.text = ""
-
-    async def run(self, session: aiohttp.ClientSession, body: dict[str, object]) -> None:
-        async with session.post("/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise UserError(f"{response.status}: {(await response.text())[:200]}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    event = orjson.loads(line[len(b"data: ") :])
-                    if "error" in event:
-                        raise UserError(f"error in a stream: {event['error']}")
-                    self.text += "".join(choice["text"] for choice in event["choices"])
-                    self.at_s.append(time.perf_counter())
 
 
 def executor_of(server: Served) -> psutil.Process:
@@ -76,53 +56,29 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def until(condition: object, running: "list[asyncio.Task[None]]") -> None:
-    """Wait for a condition on the streams. Raises UserError if it takes too long or a stream ends, or its error."""
-    assert callable(condition)
-    end_s = time.perf_counter() + BACK_S
-    while not condition():
-        for task in running:
-            if task.done():
-                task.result()
-                raise UserError("a stream ended early: lower --tokens or --rounds, or raise max_model_len")
-        if time.perf_counter() > end_s:
-            raise UserError(f"the streams did not go on within {BACK_S:g} s")
-        await asyncio.sleep(POLL_S)
-
-
 async def measure(server: Served, args: argparse.Namespace) -> list[dict[str, float]]:
     """The seconds of each round, by phase. Raises UserError if a text differs from that of a stream alone."""
-    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     rounds: list[dict[str, float]] = []
-    async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
+    async with session_of(server.url, args.asleep + BACK_S) as session:
         max_tokens = args.tokens * (args.rounds + 2)
-        bodies: list[dict[str, object]] = [
-            {
-                "prompt": words.text(f"sleep/{index}", args.prompt_words),
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-            for index in range(args.streams)
+        prompts = [words.text(f"sleep/{index}", args.prompt_words) for index in range(args.streams)]
+        streams = [Stream() for _ in prompts]
+        running = [
+            asyncio.create_task(one.run(session, prompt, max_tokens))
+            for one, prompt in zip(streams, prompts, strict=True)
         ]
-        streams = [Stream() for _ in bodies]
-        running = [asyncio.create_task(one.run(session, body)) for one, body in zip(streams, bodies, strict=True)]
         try:
             for number in range(args.rounds):
-                least = (number + 1) * args.tokens
-                await until(lambda least=least: all(len(one.at_s) >= least for one in streams), running)
+                await until(partial(have_events, streams, (number + 1) * args.tokens), running, BACK_S)
                 rounds.append(await one_round(server, session, streams, running, args))
                 shown = ", ".join(f"{name} {value:.2f}" for name, value in rounds[-1].items())
                 print(f"round {number + 1} of {args.rounds}: {shown}", flush=True)
             await asyncio.gather(*running)
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        for one, body in zip(streams, bodies, strict=True) if args.check else ():
+            await cancel(running)
+        for one, prompt in zip(streams, prompts, strict=True) if args.check else ():
             alone = Stream()
-            await alone.run(session, body)
+            await alone.run(session, prompt, max_tokens)
             if alone.text != one.text:
                 raise UserError(f"a stream has another text than without a sleep: {one.text!r}, {alone.text!r}")
     return rounds
@@ -150,7 +106,7 @@ async def one_round(
     (*_, woken) = AWAKE.finditer(server.log())
     found["load"] = float(woken[1])
     if streams:
-        await until(lambda: all(one.at_s[-1] > begun_s for one in streams), running)
+        await until(lambda: all(one.at_s[-1] > begun_s for one in streams), running, BACK_S)
         found |= {"first": time.perf_counter() - awake_s, "first CPU": cpu_s(executor)}
     return found
 
