@@ -6,6 +6,7 @@ import numpy as np
 from pipeline.runtime.messages import GenerationOptions
 from pipeline.stages.schedule.policies.adapter_slots import MAX_OVERTAKEN, AdapterSlots
 from pipeline.stages.schedule.request import RequestState, Sequence
+from tests.stages.schedule.bench import Bench, config
 
 
 class Sequences:
@@ -130,3 +131,15 @@ def test_the_successor_of_the_executor_loads_adapters_again() -> None:
     assert not slots.is_loaded(sequence) and slots.is_loading
     assert not slots.admit(sequence) and slots.next_message() == (3, ["a"])
     assert slots.loaded(3, ["a"]) == [sequence]
+
+
+def test_a_request_with_an_adapter_is_aborted_wherever_it_waits() -> None:
+    """One waits for a row and has its adapter, another waits for a slot of its adapter."""
+    bench = Bench(config(max_loras=1, max_num_seqs=1), depth=1)
+    _, waiting, parked = (bench.admit(range(9), adapter_id=name) for name in ("a", "a", "b"))
+    bench.fill()
+    for request_id in (waiting, parked):
+        bench.abort(request_id)
+        bench.check()
+    bench.run()
+    assert not any(request.open_sequences for request in bench.scheduler.requests.values())
