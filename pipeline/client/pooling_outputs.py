@@ -1,11 +1,12 @@
 """The outputs of embeddings and scores, with vLLM's names."""
 
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+OutputT = TypeVar("OutputT")
 
 
 class PoolingOutput(msgspec.Struct):
@@ -18,16 +19,30 @@ class PoolingOutput(msgspec.Struct):
     __hash__ = None  # type: ignore[assignment]
 
 
-class PoolingRequestOutput(msgspec.Struct):
-    """The output of one prompt."""
+class OutputOfPrompt(msgspec.Struct, Generic[OutputT]):
+    """What a pooler makes of one prompt."""
 
     request_id: str
-    outputs: PoolingOutput
+    outputs: OutputT
     prompt_token_ids: list[int]
-    """The prompt's ids, after truncation."""
+    """The prompt's ids, after truncation; of two texts, those of the first, then those of the second."""
     finished: bool = True
     num_cached_tokens: int = 0
     """Number of prompt ids found in the prefix cache."""
+
+    @classmethod
+    def _with(cls, outputs: OutputT, *sources: "PoolingRequestOutput") -> Self:
+        """With other outputs, and what the prompts of `sources` have."""
+        return cls(
+            "_".join(one.request_id for one in sources),
+            outputs,
+            [token_id for one in sources for token_id in one.prompt_token_ids],
+            num_cached_tokens=sum(one.num_cached_tokens for one in sources),
+        )
+
+
+class PoolingRequestOutput(OutputOfPrompt[PoolingOutput]):
+    """The output of one prompt."""
 
 
 class EmbeddingOutput(msgspec.Struct):
@@ -39,23 +54,12 @@ class EmbeddingOutput(msgspec.Struct):
         return len(self.embedding)
 
 
-class EmbeddingRequestOutput(msgspec.Struct):
+class EmbeddingRequestOutput(OutputOfPrompt[EmbeddingOutput]):
     """The embedding of one prompt."""
 
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
-    num_cached_tokens: int = 0
-
     @classmethod
-    def of(cls, output: PoolingRequestOutput) -> "EmbeddingRequestOutput":
-        return cls(
-            output.request_id,
-            EmbeddingOutput(output.outputs.data.tolist()),
-            output.prompt_token_ids,
-            num_cached_tokens=output.num_cached_tokens,
-        )
+    def of(cls, output: PoolingRequestOutput) -> Self:
+        return cls._with(EmbeddingOutput(output.outputs.data.tolist()), output)
 
 
 class ClassificationOutput(msgspec.Struct):
@@ -67,23 +71,12 @@ class ClassificationOutput(msgspec.Struct):
         return len(self.probs)
 
 
-class ClassificationRequestOutput(msgspec.Struct):
+class ClassificationRequestOutput(OutputOfPrompt[ClassificationOutput]):
     """The labels of one prompt."""
 
-    request_id: str
-    outputs: ClassificationOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
-    num_cached_tokens: int = 0
-
     @classmethod
-    def of(cls, output: PoolingRequestOutput) -> "ClassificationRequestOutput":
-        return cls(
-            output.request_id,
-            ClassificationOutput(output.outputs.data.tolist()),
-            output.prompt_token_ids,
-            num_cached_tokens=output.num_cached_tokens,
-        )
+    def of(cls, output: PoolingRequestOutput) -> Self:
+        return cls._with(ClassificationOutput(output.outputs.data.tolist()), output)
 
 
 class ScoringOutput(msgspec.Struct):
@@ -91,42 +84,23 @@ class ScoringOutput(msgspec.Struct):
     """Of a cross-encoder, mostly from 0 to 1; else the cosine similarity, from -1 to 1."""
 
 
-class ScoringRequestOutput(msgspec.Struct):
+class ScoringRequestOutput(OutputOfPrompt[ScoringOutput]):
     """The similarity of two texts."""
 
-    request_id: str
-    outputs: ScoringOutput
-    prompt_token_ids: list[int]
-    """Those of the first text, then those of the second."""
-    finished: bool = True
-    num_cached_tokens: int = 0
-
     @classmethod
-    def of(cls, first: PoolingRequestOutput, second: PoolingRequestOutput) -> "ScoringRequestOutput":
+    def of(cls, first: PoolingRequestOutput, second: PoolingRequestOutput) -> Self:
         """From the embeddings of both texts."""
         one, other = first.outputs.data.astype(np.float64), second.outputs.data.astype(np.float64)
         length = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
-        return cls(
-            f"{first.request_id}_{second.request_id}",
-            ScoringOutput(float(np.dot(one, other)) / length if length else 0.0),
-            first.prompt_token_ids + second.prompt_token_ids,
-            num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
-        )
+        return cls._with(ScoringOutput(float(np.dot(one, other)) / length if length else 0.0), first, second)
 
     @classmethod
-    def of_all(
-        cls, first: list[PoolingRequestOutput], second: list[PoolingRequestOutput]
-    ) -> "list[ScoringRequestOutput]":
+    def of_all(cls, first: list[PoolingRequestOutput], second: list[PoolingRequestOutput]) -> list[Self]:
         """From the embeddings of one text and of several, or of two lists in pairs."""
         firsts = first * len(second) if len(first) == 1 else first
         return [cls.of(one, other) for one, other in zip(firsts, second, strict=True)]
 
     @classmethod
-    def of_pair(cls, output: PoolingRequestOutput) -> "ScoringRequestOutput":
+    def of_pair(cls, output: PoolingRequestOutput) -> Self:
         """From what a cross-encoder makes of both texts at once."""
-        return cls(
-            output.request_id,
-            ScoringOutput(float(output.outputs.data[0])),
-            output.prompt_token_ids,
-            num_cached_tokens=output.num_cached_tokens,
-        )
+        return cls._with(ScoringOutput(float(output.outputs.data[0])), output)
