@@ -29,6 +29,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.async_inbox import AsyncInbox
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry
+from pipeline.stages.gateway.admin.handlers import GatewayParts
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
@@ -105,18 +106,20 @@ class GatewayStage:
         )
         self._adapters = AdapterRegistry(stage, limits, self.requests.limited_log)
         self.api = Api(
-            self.readiness,
-            self.requests,
-            self.health,
-            self.aborter,
-            self.stats,
-            self.resetter,
-            self._sleep_control,
-            limits,
-            settings.gateway,
-            has_keys=self.requests.accounts.keys is not None,
-            model=model,
-            adapters=self._adapters,
+            GatewayParts(
+                self.readiness,
+                self.requests,
+                self.health,
+                self.aborter,
+                self.stats,
+                self.resetter,
+                self._sleep_control,
+                limits,
+                settings.gateway,
+                has_keys=self.requests.accounts.keys is not None,
+                model=model,
+                adapters=self._adapters,
+            )
         )
         self._refusal_log = RefusalLog(stage.log)
         self._access_log: AccessLog | None = None

@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -52,48 +52,49 @@ MAX_KEYS_AT_ONCE = 100
 _aborts = msgspec.json.Decoder(AbortBody)
 
 
+class GatewayParts(NamedTuple):
+    """What the handlers of a gateway's routes use. `model` and `adapters` are None only if no request is served."""
+
+    readiness: Readiness
+    requests: RequestTable
+    health: HealthQuery
+    aborter: RequestAborter
+    stats: StatsQuery
+    resetter: PrefixCacheResetter
+    sleep_control: SleepControl
+    limits: RequestLimits
+    settings: GatewaySettings
+    has_keys: bool = False
+    """Clients need an API key."""
+    model: ServedModel | None = None
+    adapters: AdapterRegistry | None = None
+
+
 class ServerApi:
     """A method for each of these routes."""
 
-    def __init__(
-        self,
-        reader: RequestReader,
-        readiness: Readiness,
-        requests: RequestTable,
-        health_query: HealthQuery,
-        aborter: RequestAborter,
-        stats: StatsQuery,
-        resetter: PrefixCacheResetter,
-        sleep_control: SleepControl,
-        limits: RequestLimits,
-        settings: GatewaySettings,
-        *,
-        has_keys: bool,
-        model: ServedModel | None,
-        adapters: AdapterRegistry | None,
-    ) -> None:
-        """As of `Api`."""
+    def __init__(self, reader: RequestReader, parts: GatewayParts) -> None:
         self._reader = reader
-        self._readiness = readiness
-        self._requests = requests
-        self._health = health_query
-        self._aborter = aborter
-        self._stats = stats
-        self._resetter = resetter
-        self._sleep_control = sleep_control
-        self._limits = limits
-        self._listener = (settings.host, settings.port)
+        self._readiness = parts.readiness
+        self._requests = parts.requests
+        self._health = parts.health
+        self._aborter = parts.aborter
+        self._stats = parts.stats
+        self._resetter = parts.resetter
+        self._sleep_control = parts.sleep_control
+        self._limits = parts.limits
+        self._listener = (parts.settings.host, parts.settings.port)
         self._created = int(time.time())
-        self._has_keys = has_keys
-        self._model = model
-        self._adapters = adapters
+        self._has_keys = parts.has_keys
+        self._model = parts.model
+        self._adapters = parts.adapters
         self._bodies: dict[str, bytes] = {}
         """Of replies that stay the same, by name."""
         self._describing = WorkPool("describing the API")
         self._writing_metrics = WorkPool("writing metrics")
         self._written: tuple[ServerStats, asyncio.Task[bytes]] | None = None
         """Of those who wait for the same stats, the first has them written."""
-        self._has_admin_routes = settings.admin_port < 0
+        self._has_admin_routes = parts.settings.admin_port < 0
         """They are served to clients, not by the admin listener."""
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:

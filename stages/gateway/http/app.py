@@ -6,16 +6,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.stages.gateway.access_details import set_opened
-from pipeline.stages.gateway.admin.abort_requests import RequestAborter
-from pipeline.stages.gateway.admin.adapters import AdapterRegistry
-from pipeline.stages.gateway.admin.handlers import ServerApi
-from pipeline.stages.gateway.admin.health import HealthQuery
-from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
-from pipeline.stages.gateway.admin.served_model import ServedModel
-from pipeline.stages.gateway.admin.sleep import SleepControl
-from pipeline.stages.gateway.admin.stats import StatsQuery
+from pipeline.stages.gateway.admin.handlers import GatewayParts, ServerApi
 from pipeline.stages.gateway.apis.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.apis.openai import reply as responses
 from pipeline.stages.gateway.apis.openai.rendering import render_chat, render_completion
@@ -25,55 +17,23 @@ from pipeline.stages.gateway.http.applications import Applications, Prepare
 from pipeline.stages.gateway.http.request_reader import RequestReader
 from pipeline.stages.gateway.http.route import Route
 from pipeline.stages.gateway.open_requests.request import Request
-from pipeline.stages.gateway.open_requests.table import RequestTable
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.received import Parser, Received
 
 
 class Api(Applications):
     """What handles the routes of one gateway."""
 
-    def __init__(
-        self,
-        readiness: Readiness,
-        requests: RequestTable,
-        health_query: HealthQuery,
-        aborter: RequestAborter,
-        stats: StatsQuery,
-        resetter: PrefixCacheResetter,
-        sleep_control: SleepControl,
-        limits: RequestLimits,
-        settings: GatewaySettings,
-        has_keys: bool = False,
-        model: ServedModel | None = None,
-        adapters: AdapterRegistry | None = None,
-    ) -> None:
-        """`has_keys`: clients need an API key. `model` and `adapters` are None only if no request is served."""
-        super().__init__(settings, has_keys=has_keys)
-        self._readiness = readiness
-        self._requests = requests
-        self._slow_client_timeout_s = settings.slow_client_timeout_s
-        self._sse_keep_alive_s = settings.sse_keep_alive_s
-        self._reader = reader = RequestReader(readiness, requests, limits, settings)
-        self.server = ServerApi(
-            reader,
-            readiness,
-            requests,
-            health_query,
-            aborter,
-            stats,
-            resetter,
-            sleep_control,
-            limits,
-            settings,
-            has_keys=has_keys,
-            model=model,
-            adapters=adapters,
-        )
-        self.responses = ResponsesApi(reader.read, requests, aborter, settings)
+    def __init__(self, parts: GatewayParts) -> None:
+        super().__init__(parts.settings, has_keys=parts.has_keys)
+        self._settings = parts.settings
+        self._readiness = parts.readiness
+        self._requests = parts.requests
+        self._reader = reader = RequestReader(parts.readiness, parts.requests, parts.limits, parts.settings)
+        self.server = ServerApi(reader, parts)
+        self.responses = ResponsesApi(reader.read, parts.requests, parts.aborter, parts.settings)
         self._ollama = OllamaApi(
-            reader.read, self._respond, reader.bodies.parse, readiness, reader.limits_of_key, model
+            reader.read, self._respond, reader.bodies.parse, parts.readiness, reader.limits_of_key, parts.model
         )
 
     def handler(self, route: Route) -> Handler:
@@ -137,17 +97,8 @@ class Api(Applications):
         del parsed, received  # so that the request alone decides how long its prompts are kept
         set_opened(http_request, request)
         try:
-            if request.parsed.stream:
-                return await response_writer.send_stream(
-                    http_request,
-                    request,
-                    self._slow_client_timeout_s,
-                    self._sse_keep_alive_s,
-                    self._requests.unread_output,
-                )
-            return await response_writer.send_whole(
-                http_request, request, self._slow_client_timeout_s, self._requests.unread_output, body_of
-            )
+            unread = self._requests.unread_output
+            return await response_writer.send_reply(http_request, request, self._settings, unread, body_of)
         except ConnectionError:
             return web.Response()  # the client has disconnected
         finally:

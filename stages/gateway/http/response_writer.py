@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.sockets.slow_clients import (
     HIGH_BYTES,
     PIECE_BYTES,
@@ -84,6 +85,20 @@ class Backlog:
         """The client has taken everything. Idempotent."""
         self._is_on = False
         self._stack.close()
+
+
+async def send_reply(
+    http_request: web.Request,
+    request: Request,
+    settings: GatewaySettings,
+    unread: UnreadOutput,
+    body_of: Callable[[Request], bytes] | None = None,
+) -> web.StreamResponse:
+    """Send the events of a request, or its whole response (see below)."""
+    timeout_s = settings.slow_client_timeout_s
+    if request.parsed.stream:
+        return await send_stream(http_request, request, timeout_s, settings.sse_keep_alive_s, unread)
+    return await send_whole(http_request, request, timeout_s, unread, body_of)
 
 
 async def send_whole(

@@ -13,11 +13,9 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.http_server.access.guard import PAGE_PREFIX
 from pipeline.stages.gateway.apis.tokens.parsing import PARAMS_UNSUPPORTED_FIELDS, GenerateSamplingParams
-from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.readiness import Readiness
 from tests.e2e.server import Server
+from tests.stages.gateway.gate import idle_api
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "docs" / "http.md", *sorted((ROOT / "docs" / "http").glob("*.md"))]
@@ -140,8 +138,7 @@ def test_every_field_is_documented_or_rejected_by_name() -> None:
 
 def test_every_route_is_documented() -> None:
     settings = Settings()
-    none: Any = None
-    app = Api(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), settings.gateway).app()
+    app = idle_api(settings.gateway).app()
     for route in app.router.routes():
         if route.method != "HEAD":
             path = route.resource.canonical if route.resource is not None else ""

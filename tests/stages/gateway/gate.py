@@ -21,6 +21,10 @@ from pipeline.config.settings import (
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.pooler import Pooler
+from pipeline.stages.gateway.admin.handlers import GatewayParts
+from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
 from tests.rig import PATIENCE_S, Rig
 
 FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)
@@ -254,6 +258,12 @@ class Gate:
     def closed(self) -> tuple[int, int]:
         closed = self.rig.receive("schedule", m.Closed)
         return closed.request_id, closed.attempt
+
+
+def idle_api(settings: GatewaySettings) -> Api:
+    """The application of a gateway that serves no request."""
+    none: Any = None
+    return Api(GatewayParts(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), settings))
 
 
 def ends_with_an_error(stream: bytes, message: str) -> bool:

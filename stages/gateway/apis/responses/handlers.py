@@ -55,8 +55,7 @@ class ResponsesApi:
         self._read = read
         self._requests = requests
         self._aborter = aborter
-        self._slow_client_timeout_s = settings.slow_client_timeout_s
-        self._sse_keep_alive_s = settings.sse_keep_alive_s
+        self._settings = settings
         self._store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self._max_stored = settings.max_stored_responses
         self._gate = FairGate(2, num_per_scope=1)
@@ -114,17 +113,8 @@ class ResponsesApi:
                 return await self._reply(queued, response_bytes(queued))
             return await self._send_log(http_request, log, 0, request.id)
         try:
-            if request.parsed.stream:
-                return await response_writer.send_stream(
-                    http_request,
-                    request,
-                    self._slow_client_timeout_s,
-                    self._sse_keep_alive_s,
-                    self._requests.unread_output,
-                )
-            return await response_writer.send_whole(
-                http_request, request, self._slow_client_timeout_s, self._requests.unread_output
-            )
+            unread = self._requests.unread_output
+            return await response_writer.send_reply(http_request, request, self._settings, unread)
         except ApiError as error:
             raise renamed(error) from error
         except ConnectionError:
@@ -286,8 +276,8 @@ class ResponsesApi:
                 log,
                 first,
                 response_id,
-                self._slow_client_timeout_s,
-                self._sse_keep_alive_s,
+                self._settings.slow_client_timeout_s,
+                self._settings.sse_keep_alive_s,
                 self._requests.unread,
                 lambda: self._requests.unread_output.waiting_log(http_request, log, stop),
             )

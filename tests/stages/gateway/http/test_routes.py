@@ -2,24 +2,20 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec.inspect
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.route import Route
 from pipeline.stages.gateway.http.routes import ROUTES, meant_route
-from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.readiness import Readiness
+from tests.stages.gateway.gate import idle_api
 
 PAGES = sorted((Path(__file__).parents[4] / "docs" / "http").glob("*.md"))
 
 
 def test_the_application_has_all_routes() -> None:
-    none: Any = None
-    app = Api(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), Settings().gateway).app()
+    app = idle_api(Settings().gateway).app()
     found = {
         (route.method, route.resource.canonical)
         for route in app.router.routes()

@@ -9,12 +9,10 @@ from aiohttp import web
 
 from pipeline.config.settings import Settings
 from pipeline.http_server.access.key_accounts import KeyAccounts
-from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.models.app import ModelsApp
 from pipeline.stages.gateway.models.table import ModelTable
-from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.readiness import Readiness
+from tests.stages.gateway.gate import idle_api
 
 
 def paths(app: web.Application) -> set[str]:
@@ -34,9 +32,8 @@ async def test_every_route_of_one_model_is_there_and_those_of_the_operator_at_th
 @pytest.mark.parametrize("admin_port", [-1, 0])
 async def test_a_models_description_has_the_operators_routes_if_clients_have_them(admin_port: int) -> None:
     gateway = msgspec.structs.replace(Settings().gateway, admin_port=admin_port)
-    none: Any = None
-    api = Api(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), gateway)
-    described = await api.server.openapi(none)
+    request: Any = None
+    described = await idle_api(gateway).server.openapi(request)
     assert isinstance(described, web.Response) and isinstance(described.body, bytes)
     operators = {route.path for route in ROUTES if route.is_admin} - {"/ping"}
     found = operators & set(json.loads(described.body)["paths"])

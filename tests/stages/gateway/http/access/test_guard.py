@@ -15,11 +15,8 @@ from pipeline.config.settings import Settings
 from pipeline.http_server.access.guard import OPEN_PATHS
 from pipeline.runtime import messages as m
 from pipeline.runtime.security.api_keys import Keys
-from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.page import files
-from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.readiness import Readiness
-from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
+from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, idle_api
 from tests.stages.gateway.peers import RawPeer
 from tests.zmq_requests import generate
 
@@ -120,8 +117,7 @@ def test_a_valid_key_gives_the_usual_response(gate: Gate, method: str, path: str
 
 def test_every_registered_route_requires_a_key(gate: Gate) -> None:
     """Including routes that are added later."""
-    none: Any = None
-    api = Api(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), Settings().gateway)
+    api = idle_api(Settings().gateway)
     resources = api.app().router.resources()
     paths = {resource.canonical.replace("{model}", "x") for resource in resources} - set(OPEN_PATHS)
     paths -= set(files.paths())  # tests/stages/gateway/page has the tests of these
