@@ -351,8 +351,7 @@ class HttpListener:
         await self._site.start()
 
     async def stop(self) -> None:
-        """Accept no more connections, and end those that are kept alive. Where a request is open, it goes on.
-        Idempotent."""
+        """Accept no more connections, and end kept-alive ones. Where a request is open, it goes on. Idempotent."""
         if self._site is not None and self._site in self._runner.sites:
             await self._site.stop()
         self._connections.end_kept_alive()

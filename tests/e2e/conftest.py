@@ -11,7 +11,7 @@ from pipeline import LLM
 from tests.compiled import link_kernels
 
 collect_ignore = [
-    *([] if os.environ.get("PIPELINE_ALL_KILLS") else ["recovery/test_upgrade.py"]),
+    *([] if os.environ.get("PIPELINE_ALL_KILLS") else ["replaced/test_upgrade.py"]),
     *([] if os.environ.get("PIPELINE_ALL_REPLICAS") else ["hosts/test_deploy_long.py"]),
 ]
 

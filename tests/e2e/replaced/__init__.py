@@ -1,0 +1,1 @@
+"""Servers that others replace, and the signals that end them."""
