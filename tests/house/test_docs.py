@@ -1,6 +1,7 @@
 """Everything that the documents name exists."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import get_args
@@ -60,15 +61,21 @@ FILE = re.compile(r"[\w/]+\.(?:py|h|cpp)")
 MEMBER = re.compile(r"[A-Z]\w*[a-z]\w*\.\w+")
 
 
-def _classes() -> dict[str, ast.ClassDef]:
+@functools.cache
+def _sources() -> list[str]:
     files = [path for folder in ("pipeline", "stages", "config", "shm") for path in (ROOT / folder).rglob("*.py")]
-    parsed = [ast.parse(path.read_text()) for path in files if not path.is_relative_to(ROOT / "pipeline/stages")]
-    return {node.name: node for tree in parsed for node in tree.body if isinstance(node, ast.ClassDef)}
+    return [path.read_text() for path in files if not path.is_relative_to(ROOT / "pipeline/stages")]
+
+
+@functools.cache
+def _classes(name: str) -> list[ast.ClassDef]:
+    """The classes of this name. Only their files are parsed: all of them take seconds."""
+    named = [ast.parse(text) for text in _sources() if f"class {name}" in text]
+    return [node for tree in named for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
 
 
 def _unknown_names(rows: list[str]) -> list[str]:
     """Files without a folder (`x.py` there) that stand beside no file of their row, and members of no class."""
-    classes = _classes()
     unknown = []
     for row in rows:
         named = [one.partition("::")[0] for one in re.findall(r"`([^`]+)`", row)]
@@ -77,14 +84,14 @@ def _unknown_names(rows: list[str]) -> list[str]:
             one
             for one in named
             if (FILE.fullmatch(one) and not any((folder / one).exists() for folder in (ROOT, *folders)))
-            or (MEMBER.fullmatch(one) and not _is_member(classes, one))
+            or (MEMBER.fullmatch(one) and not _is_member(one))
         ]
     return unknown
 
 
-def _is_member(classes: dict[str, ast.ClassDef], name: str) -> bool:
+def _is_member(name: str) -> bool:
     first, _, rest = name.partition(".")
-    return first in classes and _defines(classes[first], rest)
+    return any(_defines(one, rest) for one in _classes(first))
 
 
 def test_every_name_in_the_tables_of_the_architecture_exists() -> None:

@@ -2,6 +2,7 @@
 the machine chooses where that leads. A new one uses pipeline/own_files.py or pipeline/cli/out_file.py, or is added."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ OF_OS = frozenset(("remove", "replace", "removedirs"))
 """Names that are others' too: counted with `os` before them, and `replace` also with one argument, as of a Path."""
 LOOKED_AT = (ast.Call, ast.Attribute)
 FLAGS = frozenset(("O_CREAT", "O_TMPFILE", "O_TRUNC", "O_WRONLY", "O_RDWR"))
+MAY_WRITE = re.compile(rf"\b(?:(?:{'|'.join(sorted(CALLS | OF_OS | {'open'}))})\s*\(|(?:{'|'.join(sorted(FLAGS))})\b)")
+"""What the source of a module has that does any of this. Others are not parsed, which takes longer."""
 REASONS: dict[str, dict[str, str]] = {
     "The modules that have the rule.": {
         "pipeline/cli/out_file.py": "O_CREAT*2 O_WRONLY*3 replace unlink*3",
@@ -128,6 +131,8 @@ REASONS: dict[str, dict[str, str]] = {
 
 def writes(source: str) -> Counter[str]:
     """How often a module does what."""
+    if not MAY_WRITE.search(source):
+        return Counter()
     tree = ast.parse(source)
     return Counter(name for node in ast.walk(tree) if isinstance(node, LOOKED_AT) for name in _written(node))
 
