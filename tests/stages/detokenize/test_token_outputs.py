@@ -142,6 +142,25 @@ def test_prompt_records_are_sent_once_and_before_the_end(with_pieces: bool) -> N
     assert reported_ids == WORDS[:9] and processor.unsent() == []
 
 
+def test_prompt_records_that_wait_for_the_gateway_are_followed_by_others() -> None:
+    """As while its edge is full: those that it has, those that wait, and new ones are counted together."""
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(4, m.GenerationOptions(num_prompt_logprobs=2)))
+
+    def add(start: int, end: int) -> None:
+        records = [token_outputs_of(WORDS[start:end], 2)]
+        processor.add_prompt_logprobs(
+            m.Settled(b"", b"", b"", b"", b"", prompt_seqs=[4], prompt_starts=[start], prompt_logprobs=records)
+        )
+
+    add(0, 3)
+    processor.mark_sent(0)
+    add(3, 5)
+    add(4, 9)
+    deltas = processor.deltas(0)
+    assert deltas.prompt_offsets == [3] and deltas.prompt_logprobs == [token_outputs_of(WORDS[3:9], 2)]
+
+
 def test_the_error_message_reaches_the_gateway() -> None:
     processor = OutputProcessor(VOCABULARY)
     for seq in (3, 4, 5):
