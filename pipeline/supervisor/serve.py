@@ -23,6 +23,7 @@ from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared import bind_policy
 from pipeline.supervisor.shared.listeners import listen, zmq_address
 from pipeline.supervisor.shared.shared_keys import SharedKeys
+from pipeline.supervisor.stopping import EXIT_NOT_STARTED
 from pipeline.supervisor.supervisor import Supervisor
 
 
@@ -145,6 +146,8 @@ def serve(
             supervisor.raise_inline()
         finally:
             supervisor.close()
+        if code == EXIT_NOT_STARTED and take_over is not None and supervisor.problem:
+            take_over.tell(supervisor.problem)
     restart.become_next()
     return code
 

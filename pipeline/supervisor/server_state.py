@@ -20,6 +20,8 @@ class ServerState:
         """The listening sockets stay open at the end, for the next server. Set by the supervisor."""
         self.reasons: dict[str, str] = {}
         """Why stages failed, in their own words: set by the loop, taken when they end."""
+        self.problem = ""
+        """Why the server can't start, if a stage has failed. Set by `StageDeaths` and the supervisor."""
         self.drained: set[str] = set()
         """Names of gateways whose streams have ended, because the server ends."""
 

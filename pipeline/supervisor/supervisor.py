@@ -109,6 +109,11 @@ class Supervisor:
             self._log.error(str(error))
             return EXIT_NOT_STARTED
 
+    @property
+    def problem(self) -> str:
+        """Why the server could not start, if a stage has failed."""
+        return self._loop.state.problem
+
     def _why_no_back_end(self) -> str | None:
         """Why the executor can't compute with what is installed here, for the user; None if it may."""
         settings = self._resources.settings
@@ -165,6 +170,7 @@ class Supervisor:
                 return
             except StageKilled as killed:
                 if not num_left:
+                    self._loop.state.problem = str(killed)
                     self._log.error(f"cannot start: {killed}")
                     raise Stopping(EXIT_NOT_STARTED) from None
                 self._log.error(f"{killed}; starting the stages again")

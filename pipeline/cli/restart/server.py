@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.cli.complain import complain
@@ -67,10 +68,10 @@ def _wait_for_next(name: str, end_s: float) -> None:
     while time.monotonic() < end_s:
         for other in find_servers():
             if pid_of(other) == pid and other != name:
-                with Admin(other) as server:
+                with suppress(UserError), Admin(other) as server:  # it may end meanwhile
                     if server.stats().state == "serving":
                         return
         if not Path(f"/proc/{pid}").exists():
-            raise UserError("the next server did not start: its log says why")
+            raise UserError("the next server did not start, so there is none now: its log says why")
         time.sleep(POLL_S)
     raise UserError("the next server is not ready in time: its log says why")

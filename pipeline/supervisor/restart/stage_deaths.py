@@ -108,7 +108,8 @@ class StageDeaths:
             self._table.mark_dead(child)
             if (child.exit_code or 0) < 0 and child.stage != "prepare":
                 raise StageKilled(child.name, reason)
-            self._log.error(f"cannot start: {child.stage}: {reason}", extra={"fields": fields})
+            self._state.problem = f"{child.stage}: {reason}"
+            self._log.error(f"cannot start: {self._state.problem}", extra={"fields": fields})
             raise Stopping(EXIT_NOT_STARTED)
         why_not = self._restarts.died(child, reason)
         if not is_asked_for:

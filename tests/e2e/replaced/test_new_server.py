@@ -143,7 +143,7 @@ def test_a_server_that_can_not_be_replaced_says_why_and_serves_on() -> None:
     with Server() as server:
         before = [one["pid"] for one in server.health()["stages"]]
         for options, problem in (
-            (["--new-model", "/no/such/model"], "the next server did not start"),
+            (["--new-model", "/no/such/model"], "prepare: model '/no/such/model': no such folder or file"),
             (["--set", "schedule.max_num_seqs=no"], "schedule.max_num_seqs"),
             (["--set", "gateway.replicas=2"], "the number of listening sockets can't change from 1 to 2"),
             (["--new-version", "--closing-text", "x"], "--closing-text needs --finish"),
