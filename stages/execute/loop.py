@@ -22,8 +22,8 @@ from pipeline.stages.execute.publishing import Publisher
 from pipeline.stages.execute.ranks.context import StepAbandonedError
 from pipeline.stages.execute.runner import Runner
 
-IDLE_S = 10.0
-"""Longest wait in an iteration of the loop: messages, results and loaded adapters wake it."""
+IDLE_S = 1.0
+"""Longest wait in an iteration of the loop."""
 PAUSE_S = 0.2
 """After this time without a message or a result, the loop lets the back end prepare what no step has used yet, piece by
 piece, until a message arrives. It is longer than the pause between a result and the next step."""
