@@ -21,7 +21,7 @@ from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.log.log_file import dropped_log
-from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.runtime.model.pooler import LAST_TOKEN
 from pipeline.runtime.process import heap
 from pipeline.runtime.security.api_keys import Keys
@@ -62,19 +62,21 @@ def run(launch: m.Launch) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         descriptors.raise_limit(topology.max_open_of_one(launch.settings), stage.log)
-        runner.run(GatewayStage(stage).serve())
+        runner.run(GatewayStage(stage, ServedModel.load(stage.model_dir, stage.settings)).serve())
 
 
 class GatewayStage:
     """The loop, and the supervisor's messages."""
 
-    def __init__(self, stage: "Stage[m.GatewayInbox]", shared: SharedListener | None = None) -> None:
+    def __init__(
+        self, stage: "Stage[m.GatewayInbox]", model: ServedModel, shared: SharedListener | None = None
+    ) -> None:
         """`shared` is the listener of a process that has a stage for each of several models."""
         self._stage = stage
         self._shared = shared
         settings = stage.settings
         self.readiness = Readiness()
-        self.requests = RequestTable(stage)
+        self.requests = RequestTable(stage, model.formats)
         self.health = HealthQuery(stage)
         self._results = ResultHandler(stage, self.requests)
         self._preemption = Preemption(stage, self.requests)
@@ -89,9 +91,8 @@ class GatewayStage:
             m.PrefixCacheReset: self.resetter.handle_reply,
         }
         self._recovery = Recovery(stage, self.requests, self.aborter, self.resetter)
-        self.served_model = model = ServedModel(stage.model_dir, settings, self.requests.formats)
-        defaults = generation_config.load(settings, stage.model_dir)
-        if stage.replica == 0 and defaults != generation_config.GenerationDefaults():
+        self.served_model, defaults = model, model.defaults
+        if stage.replica == 0 and defaults != GenerationDefaults():
             stage.log.info("sampling defaults of the model", extra={"fields": msgspec.structs.asdict(defaults)})
         self.limits = limits = RequestLimits(
             settings.served_model_name or model.config.name,

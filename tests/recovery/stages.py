@@ -17,6 +17,7 @@ from pipeline.stages.gateway.open_requests.results import ResultHandler
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.ingest.submit_queue import Key, SubmitQueue
 from pipeline.stages.schedule.stage import ScheduleStage, _wait_for_start
+from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import FakeExecutor
 from tests.recovery.ledger import Ledger
@@ -283,7 +284,7 @@ class GatewayProcess:
     def __init__(self, stage: ModelStage, ledger: Ledger) -> None:
         self._stage = stage
         self.ledger = ledger
-        self.table = RequestTable(stage)
+        self.table = RequestTable(stage, ChatFormats())
         self._results = ResultHandler(stage, self.table)
         self.resetter = PrefixCacheResetter(stage)
         self._recovery = Recovery(stage, self.table, RequestAborter(stage, self.table), self.resetter)

@@ -2,6 +2,7 @@
 
 model.json            `ModelConfig` in model_config.py
 tokenizer.json        for the `tokenizers` package
+added_tokens.jsonl    its added tokens, for the gateway (pipeline/text/formats/added_tokens.py)
 chat_template.jinja   missing if the model has none
 chat_template.tool_use.jinja   for chats with tools, if the model has a separate template
 notes.txt             lines about what the model's files say in two ways; missing if there are none

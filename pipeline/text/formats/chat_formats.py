@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.config.settings import ChatSettings
-from pipeline.runtime.model.model_folder import read_file, read_text
+from pipeline.runtime.model.model_folder import read_text
+from pipeline.text.formats import added_tokens
 from pipeline.text.formats.grammar.lark import AddedToken, CallRule, LarkBuilder, LarkGrammar
 from pipeline.text.formats.parsing.calls import CallParser, NoCalls
 from pipeline.text.formats.parsing.events import Content, Event
@@ -77,12 +78,6 @@ ANY_ARGUMENTS = '{"type": "object"}'
 ANALYSIS_BEGIN = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
 
 _tools = msgspec.json.Decoder(list[ToolSpec])
-
-
-class _Tokenizer(msgspec.Struct):
-    """The part of a tokenizer.json that is used here."""
-
-    added_tokens: list[AddedToken] = []
 
 
 class SchemasTooLarge(Exception):
@@ -170,14 +165,14 @@ class ChatFormats(msgspec.Struct, frozen=True):
     """The model's chat template"""
     added: Mapping[str, AddedToken] = {}
     """Its tokenizer's added tokens, by their text"""
+    special_ids: frozenset[int] = frozenset()
+    """Ids of the model's special tokens"""
 
     @classmethod
     def load(cls, model_dir: str | Path, chat: ChatSettings) -> "ChatFormats":
-        """The formats of a prepared model. The settings name them, or the chat template determines them."""
-        tokenizer = Path(model_dir) / "tokenizer.json"
-        added: list[AddedToken] = []
-        if tokenizer.exists():
-            added = msgspec.json.decode(read_file(tokenizer), type=_Tokenizer).added_tokens
+        """The formats of a prepared model. The settings name them, or the chat template determines them. Raises OSError
+        and msgspec.DecodeError. It takes time: for many added tokens, and for a long template."""
+        added = added_tokens.load(Path(model_dir))
         template, for_tools = (
             read_text(path) if path.exists() else ""
             for path in (Path(model_dir) / name for name in ("chat_template.jinja", "chat_template.tool_use.jinja"))
@@ -192,18 +187,15 @@ class ChatFormats(msgspec.Struct, frozen=True):
         with tools, if the model has a separate one."""
         tools = _chosen((*TOOL_FORMATS, GENERIC), chat.tool_call_parser, tool_template or template)
         reasoning = _chosen(REASONING_FORMATS, chat.reasoning_parser, template)
-        return cls(tools, reasoning, template, {token.content: token for token in added})
+        by_text = {token.content: token for token in added}
+        special_ids = frozenset(token.id for token in by_text.values() if token.special)
+        return cls(tools, reasoning, template, by_text, special_ids)
 
     @property
     def stops(self) -> list[int]:
         """Ids of tokens that end a reply in this format."""
         stops = () if self.tools is None else self.tools.stops
         return [self.added[mark].id for mark in stops if self._is_special(mark)]
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the model's special tokens."""
-        return frozenset(token.id for token in self.added.values() if token.special)
 
     @property
     def shows_tools(self) -> bool:

@@ -1,10 +1,13 @@
-"""Facts of the served model, for the routes that describe it. Files are read at their first use."""
+"""The served model: what of its files the gateway needs at once, and facts for the routes that describe it, which are
+read at their first use."""
 
 import hashlib
 from functools import cached_property
 from pathlib import Path
 
 from pipeline.config.settings import Settings
+from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.model.weight_headers import WeightFacts, weight_facts
@@ -15,13 +18,28 @@ from pipeline.text.formats.chat_formats import ChatFormats
 class ServedModel:
     """The prepared model in a folder, and how it is served."""
 
-    def __init__(self, folder: Path, settings: Settings, formats: ChatFormats) -> None:
-        self.config = ModelConfig.load(folder)
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        config: ModelConfig,
+        formats: ChatFormats,
+        defaults: GenerationDefaults,
+    ) -> None:
+        self.config = config
         self.settings = settings
         self.formats = formats
+        self.defaults = defaults
         self._folder = folder
         self._facts: WeightFacts | None = None
         self._pool = WorkPool("reading the headers of weight files")
+
+    @classmethod
+    def load(cls, folder: Path, settings: Settings) -> "ServedModel":
+        """Read the files of a prepared folder. That takes time, which files from elsewhere choose: a process that
+        serves other models meanwhile does it in a thread. Raises UserError, OSError and msgspec.DecodeError."""
+        config, formats = ModelConfig.load(folder), ChatFormats.load(folder, settings.chat)
+        return cls(folder, settings, config, formats, generation_config.load(settings, folder))
 
     async def weight_facts(self) -> WeightFacts:
         """Read the headers of the weight files, in a thread."""

@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import socket
+from pathlib import Path
 
 import uvloop
 
@@ -43,6 +44,7 @@ from pipeline.runtime.process.descriptors import renumbered
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admission.unread import unread_replies
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.models.app import ModelsApp
@@ -91,6 +93,7 @@ class ModelGateways:
         self._stages: dict[int, asyncio.Task[None]] = {}
         """By the supervisor's number."""
         self._blocking = WorkPool("closing stages", max_threads=MAX_CLOSING)
+        self._reading = WorkPool("reading models")
         self._is_stopped = asyncio.Event()
         self._may_listen = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
@@ -244,9 +247,10 @@ class ModelGateways:
                     os.close(fd)
 
     async def _run(self, launch: m.Launch) -> None:
+        model = await self._reading.run(ServedModel.load, Path(launch.model_dir), launch.settings)
         stage: Stage[m.GatewayInbox] = open_stage(launch, m.GatewayInbox)
         try:
-            gateway = GatewayStage(stage, self)
+            gateway = GatewayStage(stage, model, self)
             self._table.add(launch.model, gateway)
             try:
                 await gateway.serve()

@@ -45,10 +45,11 @@ from pipeline.text.formats.chat_formats import ChatFormats
 class RequestTable:
     """Open requests, by the ids that the stages know them by."""
 
-    def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
+    def __init__(self, stage: "Stage[m.GatewayInbox]", formats: ChatFormats) -> None:
+        """`formats` are the model's."""
         self._stage = stage
         self.sender = StageSender(stage)
-        self.formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
+        self.formats = formats
         self.accounts = KeyAccounts.inherited(stage.launch.keys_fd, stage.launch.usage_fd, stage.replica)
         """Of API keys, which a replay has not: the effects of their limits are in the recording."""
         self.num_opened = 0

@@ -35,6 +35,9 @@ SEPARATOR = "\ue000"
 MAX_ROUNDS = 4
 """Encodings of one text: without the first character, a special token may be another one."""
 
+MAX_HALVES = 64
+"""Places at which a special token's text is halved, until no half has one. What is left of them is left out."""
+
 
 class ContentSpecials:
     """The special tokens of one tokenizer: their texts, and the ids of these texts without special tokens."""
@@ -57,7 +60,8 @@ class ContentSpecials:
         }
         self._unknown = texts.keys() & set(unknown.ids)
         """The id of characters that the vocabulary lacks."""
-        by_model = any((texts.keys() - self._unknown) & set(each.ids) for each in encodings)
+        known = texts.keys() - self._unknown
+        by_model = any(not known.isdisjoint(each.ids) for each in encodings)
         normalized = any(added[number].normalized for number in texts)
         self._mask = _mask_of(texts.values(), tokenizer.normalizer if by_model or normalized else None)
 
@@ -66,8 +70,8 @@ class ContentSpecials:
         unigram model may find the token as a word of its vocabulary. One of a single character has no others."""
         if len(text) == 1:
             return ids
-        for end in range(1, len(text)):
-            if not np.isin(ids, self._ids).any():
+        for end in range(1, min(len(text), MAX_HALVES)):
+            if self._texts.keys().isdisjoint(ids):
                 break
             halves = self._tokenizer.encode_batch([text[:end], text[end:]], add_special_tokens=False)
             ids = [*halves[0].ids, *halves[1].ids]

@@ -19,7 +19,12 @@ from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.sources.special_tokens import SpecialTokens
 from pipeline.stages.prepare.sources.tokenizer_class import CLASSES, Options, Parts
-from pipeline.stages.prepare.tokenizers.tokenizer_check import MAX_CONVERTED_ID, check_token_ids, check_vocabulary
+from pipeline.stages.prepare.tokenizers.tokenizer_check import (
+    MAX_CONVERTED_ID,
+    check_num_added,
+    check_token_ids,
+    check_vocabulary,
+)
 from pipeline.stages.prepare.tokenizers.tokenizer_probe import AddCall, probe
 
 MAX_WORDS = 300
@@ -54,6 +59,7 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
     _refuse_versions(given, source)
     parts = _parts_of(found)
     own_tokens = tokenizer_class.added_tokens(parts, where)
+    check_num_added(len(own_tokens), str(where))
     name = tokenizer_class.class_of(config, given, parts)
     if (name is not None and name not in CLASSES) or given.get("fix_mistral_regex") is True:
         _write(path, parts)

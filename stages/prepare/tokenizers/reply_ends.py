@@ -1,4 +1,5 @@
-"""Adds the tokens that end a reply in the model's chat format to the ids that end a sequence.
+"""Writes what the gateway needs of a tokenizer, and adds the tokens that end a reply in the model's chat format to the
+ids that end a sequence.
 
 Models name them in generation_config.json, but .gguf files and fine-tuned models often name only one: gpt-oss ends a
 call with `<|call|>` and an answer with `<|return|>`.
@@ -16,13 +17,15 @@ import msgspec
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.text.formats import added_tokens
 from pipeline.text.formats.chat_formats import ChatFormats
 
 
 def add_reply_ends(folder: Path, timeout_s: float) -> None:
-    """Change the config of a prepared folder. Raises ModelError if finding the format takes longer than `timeout_s`:
-    preparing a model may take an hour, but not because of its chat template."""
+    """Write the added tokens of a prepared folder, and change its config. Raises ModelError if finding the format takes
+    longer than `timeout_s`: preparing a model may take an hour, but not because of its chat template."""
     config = ModelConfig.load(folder)
+    added_tokens.write(folder)
     with _deadline(
         timeout_s,
         f"{config.name}: recognizing the format of its chat template took more than {timeout_s:g} s "

@@ -17,6 +17,10 @@ MAX_CONVERTED_ID = 2**24
 """Limit for vocabularies that are converted to tokenizer.json: saving one iterates over all ids up to the largest."""
 
 
+MAX_ADDED_TOKENS = 2**18
+"""The gateway has them all. Models have up to 66,000: one for each sound of speech."""
+
+
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
@@ -39,10 +43,17 @@ def check_token_ids(tokenizer: Tokenizer, path: Path, where: str) -> None:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} cannot be read: {error}") from error
+    check_num_added(len(file.added_tokens), where)
     for added in file.added_tokens:
         _check(added.id, f"added_tokens gives {added.content!r}", where)
     for number in _integers(file.post_processor):
         _check(number, "post_processor has", where)
+
+
+def check_num_added(number: int, where: str, what: str = "added_tokens") -> None:
+    """Raises ModelError, naming `where`, if a tokenizer has too many added tokens."""
+    if number > MAX_ADDED_TOKENS:
+        raise ModelError(f"{where}: {what} gives {number} added tokens; at most {MAX_ADDED_TOKENS} are supported")
 
 
 def check_vocabulary(tokenizer: Tokenizer, where: str, max_id: int = MAX_COUNT) -> None:

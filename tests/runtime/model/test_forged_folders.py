@@ -23,7 +23,8 @@ from tests.rig import PATIENCE_S
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "config": ("model.json", lambda path: ModelConfig.load(path.parent)),
     "grammars": ("model.json", lambda path: Engine(path.parent)),
-    "formats": ("tokenizer.json", lambda path: ChatFormats.load(path.parent, ChatSettings())),
+    "formats": ("added_tokens.jsonl", lambda path: ChatFormats.load(path.parent, ChatSettings())),
+    "formats of a tokenizer": ("tokenizer.json", lambda path: ChatFormats.load(path.parent, ChatSettings())),
     "template": ("chat_template.jinja", lambda path: ChatFormats.load(path.parent, ChatSettings())),
     "given template": ("chat_template.jinja", lambda path: chat_templates.require_valid(path.parent, "x")),
     "vocabulary": ("tokenizer.json", Vocabulary.load),

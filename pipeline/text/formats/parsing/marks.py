@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection
 from functools import lru_cache
-from os.path import commonpath
 
 MAX_NESTING = 32
 """Of groups in a pattern."""
@@ -46,6 +45,12 @@ def pattern_of(marks: Collection[str]) -> "re.Pattern[str] | None":
     return re.compile(_tree(sorted(set(marks)))) if marks else None
 
 
+def _shared(first: str, last: str) -> str:
+    """How two texts begin alike."""
+    num = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
+    return first[:num] if num is not None else min(first, last, key=len)
+
+
 def _tree(ends: list[str], nesting: int = 0) -> str:
     """A regular expression of the longest of some texts, which are sorted."""
     if nesting == MAX_NESTING:
@@ -56,7 +61,7 @@ def _tree(ends: list[str], nesting: int = 0) -> str:
     is_end = by_first.pop("", None) is not None
     branches = []
     for some in by_first.values():
-        shared = commonpath(some)
+        shared = _shared(some[0], some[-1])  # they are sorted
         rest = _tree([one[len(shared) :] for one in some], nesting + 1) if len(some) > 1 else ""
         branches.append(re.escape(shared) + rest)
     if not branches:

@@ -16,7 +16,7 @@ from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZER
 from pipeline.stages.prepare.gguf.tokenizers.special_tokens import CONTROL, UNKNOWN, USER_DEFINED
 from pipeline.stages.prepare.gguf.tokenizers.vocabulary import MAX_MERGES, PRE_KEY, GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tokenizers.tokenizer_check import check_encodes
+from pipeline.stages.prepare.tokenizers.tokenizer_check import check_encodes, check_num_added
 
 SPACE = "▁"
 
@@ -40,7 +40,7 @@ def build(vocabulary: GgufVocabulary, where: str, warn: Callable[[str], None] | 
                 f"{where}: {MODEL_KEY} is {shown(other)}; supported are 'gpt2', 'llama', 'gemma4', 'bert' and 't5'. "
                 "Use a Hugging Face folder with tokenizer.json instead"
             )
-    _add_marked(tokenizer, vocabulary)
+    _add_marked(tokenizer, vocabulary, where)
     _add_ends(tokenizer, vocabulary)
     check_encodes(tokenizer, where)
     return tokenizer
@@ -169,14 +169,17 @@ def _merges_by_score(vocabulary: GgufVocabulary, where: str) -> list[tuple[str, 
     return [(a, b) for *_, a, b in sorted(merges)]
 
 
-def _add_marked(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
-    """Add the tokens that are matched before splitting: control tokens, which decoding can skip, and user-defined."""
+def _add_marked(tokenizer: Tokenizer, vocabulary: GgufVocabulary, where: str) -> None:
+    """Add the tokens that are matched before splitting: control tokens, which decoding can skip, and user-defined.
+    Raises ModelError if there are too many."""
 
     def added(token_id: int, special: bool) -> AddedToken:
         strips = {"lstrip": token_id in vocabulary.left_strip, "rstrip": token_id in vocabulary.right_strip}
         return AddedToken(vocabulary.tokens[token_id], normalized=False, special=special, **strips)
 
     kinds = list(enumerate(vocabulary.types))
+    num_marked = sum(kind in (CONTROL, UNKNOWN, USER_DEFINED) for kind in vocabulary.types)
+    check_num_added(num_marked, where, "tokenizer.ggml.token_type")
     tokenizer.add_special_tokens([added(i, True) for i, kind in kinds if kind in (CONTROL, UNKNOWN)])
     tokenizer.add_tokens([added(i, False) for i, kind in kinds if kind == USER_DEFINED])
 

@@ -1,5 +1,6 @@
 """Special tokens in the messages of a chat are plain text: no message can end its turn and start another."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest.prompts import prompt_processor
+from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
 from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.stages.ingest import models as tiny
@@ -222,3 +224,14 @@ def test_a_normalizer_does_not_make_them_of_parts(tmp_path: Path) -> None:
     parts = ["a＜", "/ｓ＞"]
     ids = prompts.encode(m.ChatPrompt([m.ChatMessage("user", "\n".join(parts), parts=parts)])).ids.tolist()
     assert [tokenizer.id_to_token(number) for number in ids] == ["<s>", "a", "<", "/", "s", ">", "</s>"]
+
+
+def test_many_special_tokens_are_read_in_linear_time() -> None:
+    """Models of speech have one for each sound: 20,000 took half a minute at each start."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([f"<|s_{i}|>" for i in range(20_000)])
+    begin_s = time.process_time()
+    specials = ContentSpecials(tokenizer)
+    assert time.process_time() - begin_s < 5
+    assert specials.masked({"content": "a <|s_19999|>"}) == {"content": f"a {'x' * 11}"}

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.tokenizers.tokenizer_check import MAX_ADDED_TOKENS
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.sources.folders import prepared
 
@@ -140,6 +141,19 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: Path) -> None:
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<699>"}))
     with pytest.raises(
         ModelError, match=r"tokenizer_config\.json: the id of eos_token is \d+; it must be an id of the voc"
+    ):
+        prepared(source)
+
+
+def test_too_many_added_tokens_are_refused_before_the_tokenizer_is_loaded(source: Path) -> None:
+    """The gateway, which other models share, has them all."""
+
+    def edit(state: dict[str, Any]) -> None:
+        state["added_tokens"] = [{"id": 700 + i, "content": f"<{i}>"} for i in range(MAX_ADDED_TOKENS + 1)]
+
+    edit_tokenizer(source, edit)
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json: added_tokens gives 262145 added tokens; at most 262144 are"
     ):
         prepared(source)
 
