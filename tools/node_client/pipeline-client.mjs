@@ -280,9 +280,10 @@ export class Client {
     }
     const stream = this.#streams.get(message.request_id);
     if (!stream || (message.kind === "failed" && this.#isKept(stream, message.failure))) return;
-    if (message.kind === "finished" || message.kind === "failed") this.#streams.delete(message.request_id);
     try {
       stream._handle(message);
+      // Not before: what can't be read fails all streams, and this one with them.
+      if (message.kind === "finished" || message.kind === "failed") this.#streams.delete(message.request_id);
     } catch (error) {
       if (!(error instanceof ConnectionLost)) throw error;
       this.#send({ kind: "abort", request_id: message.request_id });

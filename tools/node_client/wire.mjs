@@ -5,16 +5,36 @@
 
 import { decode as unpack, encode as pack } from "@msgpack/msgpack";
 
+import { checkItems } from "./items.mjs";
+
 export const VERSION = 2;
 
 // How a field is written and read. A field that may be left out at the end has a default.
 const plain = { write: (value) => value, read: (value) => value };
+// A field of which a server may send only what `isRight` takes. Throws Error for others.
+const checked = (what, isRight) => ({ write: (value) => value, read: (value) => required(value, what, isRight) });
+const isText = (value) => typeof value === "string";
+const isBytes = (value) => value instanceof Uint8Array;
+const text = checked("text", isText);
+const textOrNull = checked("text or null", (value) => value === null || isText(value));
+const integer = checked("an integer", Number.isSafeInteger);
+const number = checked("a number", Number.isFinite);
+const numberOrNull = checked("a number or null", (value) => value === null || Number.isFinite(value));
+const bool = checked("true or false", (value) => typeof value === "boolean");
+const bytes = checked("bytes", isBytes);
+const isInteger64 = (value) => value === null || typeof value === "bigint" || Number.isSafeInteger(value);
 const u64 = {
   write: (value) => (value === null ? null : BigInt(value)),
-  read: (value) => (value === null ? null : BigInt(value)),
+  read: (value) => (required(value, "an integer", isInteger64) === null ? null : BigInt(value)),
 };
-const ids = { write: packIds, read: unpackIds };
-const list = (of) => ({ write: (values) => values.map(of.write), read: (values) => values.map(of.read) });
+const ids = {
+  write: packIds,
+  read: (value) => unpackIds(required(value, "bytes of ids", (one) => isBytes(one) && one.byteLength % 4 === 0)),
+};
+const list = (of) => ({
+  write: (values) => values.map(of.write),
+  read: (values) => required(values, "an array", Array.isArray).map((value) => of.read(plainInteger(value, of))),
+});
 const part = (name) => ({ write: (value) => toArray(PARTS[name], value), read: (value) => fromArray(PARTS[name], value) });
 const optional = (name) => ({
   write: (value) => (value === null ? null : part(name).write(value)),
@@ -27,22 +47,22 @@ const request = { write: (value) => asked(value), read: (value) => unasked(value
 // Each field: its name, how it is written, and its default where it has one.
 const PARTS = {
   failure: [
-    ["status", plain],
-    ["message", plain],
-    ["param", plain, null],
-    ["code", plain, null],
-    ["retry_after_s", plain, null],
+    ["status", integer],
+    ["message", text],
+    ["param", textOrNull, null],
+    ["code", textOrNull, null],
+    ["retry_after_s", numberOrNull, null],
   ],
   output: [
-    ["index", plain],
-    ["text", plain],
+    ["index", integer],
+    ["text", text],
     ["token_ids", ids],
-    ["text_offset", plain],
-    ["token_offset", plain],
-    ["finish_reason", plain, null],
+    ["text_offset", integer],
+    ["token_offset", integer],
+    ["finish_reason", textOrNull, null],
     ["stop_reason", plain, null],
-    ["records", plain, NO_BYTES],
-    ["pieces", plain, []],
+    ["records", bytes, NO_BYTES],
+    ["pieces", list(bytes), []],
   ],
 };
 const MESSAGES = {
@@ -71,16 +91,16 @@ const MESSAGES = {
   ask_sleep: [["nonce", u64]],
   bye: [],
   welcome: [
-    ["version", plain],
-    ["server", plain],
-    ["model", plain],
-    ["max_model_len", plain],
-    ["vocab_size", plain],
-    ["max_open_requests", plain],
-    ["max_message_bytes", plain],
-    ["max_credits", plain],
-    ["heartbeat_s", plain],
-    ["silence_s", plain],
+    ["version", integer],
+    ["server", text],
+    ["model", text],
+    ["max_model_len", integer],
+    ["vocab_size", integer],
+    ["max_open_requests", integer],
+    ["max_message_bytes", integer],
+    ["max_credits", integer],
+    ["heartbeat_s", number],
+    ["silence_s", number],
     ["defaults", plain, {}],
     ["addresses", plain, []],
     ["gateway", plain, 0],
@@ -92,29 +112,29 @@ const MESSAGES = {
     ["request_id", u64],
     ["prompt_token_ids", ids],
     ["seed", u64],
-    ["id", plain, ""],
-    ["prompt_pieces", plain, []],
+    ["id", text, ""],
+    ["prompt_pieces", list(bytes), []],
   ],
   delta: [
     ["request_id", u64],
     ["outputs", list(part("output"))],
-    ["prompt_records", plain, NO_BYTES],
-    ["prompt_record_offset", plain, 0],
-    ["prompt_record_pieces", plain, []],
+    ["prompt_records", bytes, NO_BYTES],
+    ["prompt_record_offset", integer, 0],
+    ["prompt_record_pieces", list(bytes), []],
   ],
   finished: [
     ["request_id", u64],
-    ["num_prompt_tokens", plain],
-    ["num_output_tokens", plain],
-    ["timings", plain, null],
-    ["num_cached_tokens", plain, []],
-    ["embedding", plain, NO_BYTES],
+    ["num_prompt_tokens", integer],
+    ["num_output_tokens", integer],
+    ["timings", textOrNull, null],
+    ["num_cached_tokens", list(integer), []],
+    ["embedding", bytes, NO_BYTES],
   ],
   failed: [["request_id", u64], ["failure", part("failure")]],
   pong: [["nonce", u64, 0n]],
   sleep_state: [
     ["nonce", u64],
-    ["is_sleeping", plain, false],
+    ["is_sleeping", bool, false],
     ["failure", optional("failure"), null],
   ],
   error: [["failure", part("failure")]],
@@ -131,9 +151,15 @@ export function encode(message) {
 
 /** The message in these bytes. Throws Error where they are none. */
 export function decode(data) {
+  checkItems(data);
   const values = unpack(data, { useBigInt64: true });
   if (!Array.isArray(values) || !Object.hasOwn(MESSAGES, values[0])) throw new Error("these bytes are no message");
   return { kind: values[0], ...fromArray(MESSAGES[values[0]], values.slice(1)) };
+}
+
+function required(value, what, isRight) {
+  if (!isRight(value)) throw new Error(`a field of this message is not ${what}`);
+  return value;
 }
 
 function toArray(fields, object, kind) {

@@ -1,10 +1,15 @@
 """The JavaScript client, installed from its lock file: it replays the vectors and uses the real server."""
 
 import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from pipeline.client.blocking_client import Client
 from pipeline.client.connection.wire import OutputDelta
@@ -17,6 +22,68 @@ from tests.e2e.server import Server
 
 ROOT = Path(__file__).parents[4]
 RUN_S = 120.0
+TWO_STREAMS = """
+import { Client } from "./pipeline-client.mjs";
+const client = await Client.connect(process.argv[1], { reconnectTimeoutMs: 1000 });
+const read = async () => {
+  try {
+    for await (const _ of client.generate("x", { logprobs: 1 }));
+    return "ended";
+  } catch (error) {
+    return error.name;
+  }
+};
+console.log(JSON.stringify(await Promise.all([read(), read()])));
+await client.close();
+"""
+WELCOME = ["welcome", 2, "x", "m", 256, 100, 64, 2**22, 64, 5.0, 15.0]
+BAD_MESSAGES: dict[str, Callable[[int], bytes]] = {
+    "timings that are no JSON": lambda number: packed("finished", number, 1, 1, "{"),
+    "null for an array": lambda number: packed("finished", number, 1, 1, None, None),
+    "a number for text": lambda number: packed("delta", number, [[0, 5, b"", 0, 0]]),
+    "null for an offset": lambda number: packed("delta", number, [[0, "", b"", None, None]]),
+    "part of an id": lambda number: packed("delta", number, [[0, "a", b"abc", 0, 0]]),
+    "text for bytes": lambda number: packed("delta", number, [[0, "a", b"abcd", 0, 0, None, None, "x"]]),
+    "digits for a seed": lambda number: packed("accepted", number, b"", "9" * 100_000),
+    "a message that is cut": lambda number: packed("finished", number, 1, 1)[:-1],
+    "nothing": lambda number: b"",
+    "arrays of arrays": lambda number: (b"\xdd" + (30_000_000).to_bytes(4, "big")) * 40,
+}
+
+
+def packed(*message: Any) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+@contextmanager
+def hostile_server(bad: Callable[[int], bytes]) -> Iterator[str]:
+    """The address of a server that answers a client's first request with a bad message, and the second with nothing."""
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    is_over = threading.Event()
+
+    def serve() -> None:
+        num = 0
+        while not is_over.is_set():
+            if not router.poll(50):
+                continue
+            peer, data = router.recv_multipart()
+            kind, *fields = msgspec.msgpack.decode(data)
+            if kind == "hello":
+                router.send_multipart([peer, packed(*WELCOME)])
+            elif kind == "generate":
+                num += 1
+                if num == 2:  # both are open
+                    router.send_multipart([peer, bad(fields[0] - 1)])
+        router.close(0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield address
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def zip_logprobs(output: OutputDelta) -> list[tuple[int, dict[int, Logprob]]]:
@@ -33,6 +100,14 @@ def test_all_vectors_are_decoded_and_encoded(node_client: Path) -> None:
     vectors = ROOT / "tests" / "protocol" / "vectors.json"
     results = run(["node", "replay.mjs", str(vectors)], node_client, RUN_S)
     assert results == f"{len(json.loads(vectors.read_text())['vectors'])} vectors are read and written\n"
+
+
+@pytest.mark.parametrize("what", BAD_MESSAGES)
+def test_a_message_that_is_none_ends_all_streams_with_an_error(node_client: Path, what: str) -> None:
+    """With 128 MiB: arrays of arrays in 200 bytes had taken all memory."""
+    with hostile_server(BAD_MESSAGES[what]) as address:
+        command = ["node", "--max-old-space-size=128", "--input-type=module", "-e", TWO_STREAMS, address]
+        assert json.loads(run(command, node_client, RUN_S)) == ["ConnectionLost", "ConnectionLost"]
 
 
 def test_it_streams_resumes_aborts_and_reports_errors(node_client: Path, server: Server) -> None:
