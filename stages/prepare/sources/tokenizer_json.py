@@ -19,6 +19,7 @@ from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.sources.special_tokens import SpecialTokens
 from pipeline.stages.prepare.sources.tokenizer_class import CLASSES, Options, Parts
+from pipeline.stages.prepare.tokenizers.text_growth import check_growth
 from pipeline.stages.prepare.tokenizers.tokenizer_check import (
     MAX_CONVERTED_ID,
     check_num_added,
@@ -84,6 +85,7 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
             notes.append(f"tokenizer.json has another {' and '.join(others)} than {name}, whose own counts{advice}")
     _write(path, parts)
     known = [token.content for token in tokenizer_class.added_tokens(parts, where).values()]
+    check_growth(path, MAX_TOKENIZER_BYTES, str(where))
     probed = probe(path, where, _calls(special, name, known), tokenizer_class.special_texts(parts, where))
     if (added := probed.added) is None:
         tokenizer, first = _open(path, where), probed.first
@@ -107,6 +109,7 @@ def _write(path: Path, parts: Mapping[str, Any]) -> None:
 
 def _load(path: Path, where: Path) -> tuple[Tokenizer, int | None]:
     """The tokenizer at `path`, and the first id of every text. Raises ModelError, naming the file as `where`."""
+    check_growth(path, MAX_TOKENIZER_BYTES, str(where))
     first = probe(path, where).first
     return _open(path, where), first
 

@@ -16,6 +16,7 @@ from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZER
 from pipeline.stages.prepare.gguf.tokenizers.special_tokens import CONTROL, UNKNOWN, USER_DEFINED
 from pipeline.stages.prepare.gguf.tokenizers.vocabulary import MAX_MERGES, PRE_KEY, GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.tokenizers.text_growth import MAX_GROWTH, longest_of_map
 from pipeline.stages.prepare.tokenizers.tokenizer_check import check_encodes, check_num_added
 
 SPACE = "▁"
@@ -111,6 +112,11 @@ def _wordpiece(vocabulary: GgufVocabulary) -> Tokenizer:
 def _unigram(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
     """SentencePiece's unigram model: the split into tokens with the best sum of scores."""
     pieces = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
+    if (longest := longest_of_map(vocabulary.charsmap)) > MAX_GROWTH:
+        raise ModelError(
+            f"{where}: tokenizer.ggml.precompiled_charsmap makes {longest} characters of one; at most {MAX_GROWTH} are "
+            "supported"
+        )
     try:
         with panics_as_errors():
             tokenizer = Tokenizer(models.Unigram(pieces, unk_id=vocabulary.unknown_id, byte_fallback=False))
