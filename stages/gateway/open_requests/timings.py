@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NUM_KEPT = 512
 """Requests whose timings are kept."""
+MAX_KEPT_SEQUENCES = 4096
+"""Of these requests together, half a KiB each. A request of more is kept alone."""
 
 
 class Hop(msgspec.Struct):
@@ -127,11 +129,15 @@ class RecentRequests:
     """Timings of the last requests that succeeded."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[str, RequestTimings]] = deque(maxlen=NUM_KEPT)
+        self._kept: deque[tuple[str, RequestTimings]] = deque()
         """With the scope of each; see `api_keys`."""
+        self._num_sequences = 0
 
     def keep(self, times: RequestTimings, scope: str) -> None:
         self._kept.append((scope, times))
+        self._num_sequences += len(times.sequences)
+        while len(self._kept) > NUM_KEPT or (self._num_sequences > MAX_KEPT_SEQUENCES and len(self._kept) > 1):
+            self._num_sequences -= len(self._kept.popleft()[1].sequences)
 
     def newest(self, scope: str) -> Iterator[RequestTimings]:
         """Those of a scope, the newest first."""

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.settings import Settings
+from pipeline.metrics.request_timings import RequestTimings, SequenceTimings
 from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
@@ -19,6 +20,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.submit import new_submits
+from pipeline.stages.gateway.open_requests.timings import MAX_KEPT_SEQUENCES, NUM_KEPT, RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import COMPLETION
@@ -106,3 +108,18 @@ def test_nothing_waits_for_a_finished_request() -> None:
     asyncio.run(wait(True))
     with pytest.raises(ApiError, match="has ended without what its response needs"):
         asyncio.run(wait(False))
+
+
+def timings(name: str, num_sequences: int) -> RequestTimings:
+    return RequestTimings(name, 0.0, [SequenceTimings(i, i, [0.0], 0.0, 1, 0, 1) for i in range(num_sequences)])
+
+
+@pytest.mark.parametrize("num_sequences", [1, 64, 1000, MAX_KEPT_SEQUENCES + 1])
+def test_timings_of_recent_requests_are_kept_for_a_bounded_number_of_sequences(num_sequences: int) -> None:
+    recent = RecentRequests()
+    for number in range(2 * NUM_KEPT):
+        recent.keep(timings(f"reply-{number}", num_sequences), "")
+    kept = list(recent.newest(""))
+    num_kept = min(NUM_KEPT, max(1, MAX_KEPT_SEQUENCES // num_sequences))
+    assert [one.response_id for one in kept] == [f"reply-{2 * NUM_KEPT - 1 - i}" for i in range(num_kept)]
+    assert recent.find("reply-0") is None
