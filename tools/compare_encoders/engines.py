@@ -49,9 +49,9 @@ class Engines:
             pip = [str(self.python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
             self._run("packages", [*pip, *PACKAGES])
             self._run("sentence-transformers", [*pip, "--no-deps", ALONE])
-            (site,) = (self._folder / "venv").glob("lib/python*/site-packages")
-            (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
             (self._folder / STAMP).touch()
+        (site,) = (self._folder / "venv").glob("lib/python*/site-packages")
+        (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")  # the last one's may be gone
         if not (self.onnx / "model.onnx").is_file():
             self.onnx.mkdir(parents=True, exist_ok=True)
             for name in TOKENIZER_FILES:
