@@ -60,7 +60,7 @@ class EncoderPlanner:
         )
         rows.num_computed_tokens[started] = counts
         rows.num_output_placeholders[started] = 1
-        entries = StepEntries(started, np.zeros_like(counts), counts, np.ones(len(started), np.bool_))
+        entries = StepEntries(started, np.zeros(len(started), np.int64), counts, counts > 0)
         return self._builder.build([entries], AppendedBlocks(), adds, budget.shape)
 
     def _start(self, sequence: Sequence) -> m.RowAdd | None:

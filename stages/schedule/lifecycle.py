@@ -176,6 +176,8 @@ class SequenceLifecycle:
         sent. Until then, those that have ended stay suspects. Without a quarantine, ended ones may stay longer, but not
         if nothing is left."""
         is_quarantined = self.quarantine.is_active
+        if not (is_quarantined or self._was_quarantined) and len(self._suspects) <= MAX_STALE_SUSPECTS and self._rows:
+            return
         num_open = len(self._rows) + len(self.waiting) + len(self.swapped) + len(self.adapters)
         num_listed = num_open + max(MAX_STALE_SUSPECTS, num_open) if num_open else 0
         if num_open < MAX_SUSPECTS:

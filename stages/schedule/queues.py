@@ -65,16 +65,18 @@ class WaitingQueue:
         self.paced = SequenceQueue()
         """Those with slow masks (policies/mask_turns.py). `choose` returns none of them."""
         self._skipped: list[Sequence] = []
+        self._num = 0
+        """In all three: several steps of each turn ask for it."""
 
     def __len__(self) -> int:
-        return self.num_unpaced + len(self.paced)
+        return self._num
 
     def __contains__(self, sequence: object) -> bool:
         return any(sequence in queue for queue in (self._short, self._long, self.paced))
 
     @property
     def num_unpaced(self) -> int:
-        return len(self._short) + len(self._long)
+        return self._num - len(self.paced)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -93,9 +95,11 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         sequence.is_long = len(sequence.ids) > self._long_prompt_tokens
         self._queue_of(sequence).add(sequence)
+        self._num += 1
 
     def remove(self, sequence: Sequence) -> None:
         self._queue_of(sequence).remove(sequence)
+        self._num -= 1
 
     def pace(self, sequence: Sequence) -> None:
         """A waiting sequence is paced from now on."""

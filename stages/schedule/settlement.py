@@ -59,7 +59,7 @@ class Settlement:
         # Nearly always empty: one id each.
         num_ids, num_drafts = (take(each, np.int32).astype(np.int64) for each in (result.num_ids, result.num_drafts))
         is_changed = rows.num_changes != step.num_changes
-        current = self._current(sampled, generations) if is_changed else np.ones(len(sampled), np.bool_)
+        current = self._current(sampled, generations) if is_changed else sampled >= 0
         if step.has_drafts is not None:
             rows.num_drafts[sampled[step.has_drafts & current]] = 0
         if (expected := step.expected_logprobs) is not None:
