@@ -57,7 +57,9 @@ class Settlement:
             f"step {step.step_id} has {len(sampled)} samples, {step.num_samples} were expected"
         )
         # Nearly always empty: one id each.
-        num_ids, num_drafts = (take(each, np.int32).astype(np.int64) for each in (result.num_ids, result.num_drafts))
+        num_ids = num_drafts = NO_DRAFTS
+        if result.num_ids or result.num_drafts:
+            num_ids, num_drafts = (take(one, np.int32).astype(np.int64) for one in (result.num_ids, result.num_drafts))
         is_changed = rows.num_changes != step.num_changes
         current = self._current(sampled, generations) if is_changed else sampled >= 0
         if step.has_drafts is not None:

@@ -19,7 +19,7 @@ def expect_logprobs(rows: RowTracker, entries: StepEntries) -> ExpectedLogprobs 
         return None
     prompts = []
     widths = rows.prompt_logprob_bytes[entries.rows]
-    for index in np.flatnonzero(widths).tolist():
+    for index in widths.nonzero()[0].tolist():
         row, start = int(entries.rows[index]), int(entries.starts[index])
         # Position p returns the token output of the next id.
         end = min(start + int(entries.counts[index]), int(rows.num_prompt[row]) - 1)
@@ -44,11 +44,11 @@ def take_token_outputs(
     widths = expected.widths
     if num_ids is not None:
         widths, sampled, current = np.repeat(widths, num_ids), np.repeat(sampled, num_ids), np.repeat(current, num_ids)
-    ends = np.cumsum(np.where(ids >= 0, widths, 0))
+    ends = np.where(ids >= 0, widths, 0).cumsum()
     assert (int(ends[-1]) if len(ends) else 0) == len(token_outputs), (
         f"unexpected {len(token_outputs)} bytes of token outputs"
     )
-    for index in np.flatnonzero((widths > 0) & (ids >= 0) & current).tolist():
+    for index in ((widths > 0) & (ids >= 0) & current).nonzero()[0].tolist():
         sequence = rows.sequences[int(sampled[index])]
         assert sequence is not None
         sequence.token_outputs += token_outputs[int(ends[index] - widths[index]) : int(ends[index])]

@@ -48,8 +48,8 @@ class StepBuilder:
         computed = joined(entries)
         if drafts is not None:
             drafts = np.concatenate((drafts, np.zeros(len(computed.rows) - len(drafts), np.int64)))
-        if shape.num_chunk_tokens:
-            by_kind = np.argsort(computed.counts > 1, kind="stable")
+        if shape.num_chunk_tokens and len(computed.rows) > 1:
+            by_kind = (computed.counts > 1).argsort(kind="stable")
             computed = computed.taken(by_kind)
             drafts = None if drafts is None else drafts[by_kind]
         step_id = self._note(computed, shape, None if drafts is None else drafts[computed.samples] > 0)
