@@ -63,7 +63,7 @@ def measure(server: Served, num_inputs: int, num_words: int, total: int, num_cli
     """Print the milliseconds of CPU that an input takes in each process, and return their sum."""
     bodies = [body_of(number, num_inputs, num_words) for number in range(total // num_inputs)]
     shares_of = [bodies[client::num_clients] for client in range(num_clients)]
-    clients, pids = [Client(server) for _ in range(num_clients)], server.pids | {"supervisor": server.pid}
+    clients, pids = [Client(server) for _ in range(num_clients)], server.pids
     with ThreadPoolExecutor(num_clients) as threads:
         list(threads.map(Client.send, clients, [each[: max(1, len(each) // 5)] for each in shares_of]))
         before, begun = {name: used(pid) for name, pid in pids.items()}, time.monotonic()

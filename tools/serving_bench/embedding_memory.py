@@ -100,7 +100,7 @@ def main() -> int:
     args = parser.parse_args()
     found: list[dict[str, Memory]] = []
     with Served(options=["--model", args.model, *args.serve]) as server, closing(Client(server)) as client:
-        pids = {"supervisor": server.pid} | {name: pid for name, pid in server.pids.items() if pid != server.pid}
+        pids = server.pids
         print(" ".join(f"{name:>12}" for name in ("texts", *pids, "recordings")))
         for memory in after_fifths(client, pids, args.texts, args.words):
             found.append(memory)
