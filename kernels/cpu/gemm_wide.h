@@ -107,7 +107,8 @@ __attribute__((noinline)) static void multiply_wide_rows(const Rows& rows, int f
             vf scales_of[2][N];
             for (int n = 0; n < N; n++)
                 for (int half = 0; half < 2; half++) scales_of[half][n] = load<vf>(small + half * ROW + n * 4 * LANES);
-            add_group6<A>(codes, weights, scales_of, scales, stride, groups, g, acc);
+            add_group6<A>(codes, weights, scales_of, StridedFloats{scales + g, stride},
+                          StridedFloats{scales + 3 * groups + 2 * g, stride}, acc);
         } else {
             vi dots[R][N];
             IN_REGISTERS
