@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels import activations, delta, experts, linear, logits, rms_norm, silu_mul, take_rows
+from pipeline.kernels import activations, experts, linear, logits, rms_norm, silu_mul, take_rows
 from pipeline.kernels.attention import kv_layout, paged_attention, rotary
 from pipeline.kernels.attention.kv_layout import LayerKV
 from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors
 from pipeline.kernels.experts import RouteOptions
+from pipeline.kernels.recurrent import delta, short_conv
+from pipeline.kernels.recurrent.delta import DeltaOptions, DeltaVectors
 from pipeline.kernels.sampling import sample
 from pipeline.kernels.step_inputs import StepInputs
 
@@ -49,6 +50,7 @@ class Ops:
     add_gated: Callable[[Tensor, Tensor, Tensor | None], None]
     gate: Callable[[Tensor, Tensor], None]
     delta_rule: Callable[[Tensor, Tensor, Tensor, StepInputs, DeltaVectors, DeltaOptions], None]
+    short_conv: Callable[[Tensor, Tensor, Tensor, StepInputs, Tensor, int], None]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     kv_allocate: Callable[[int, int, int, int, torch.dtype, str], Tensor]
@@ -90,6 +92,7 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         add_gated=experts.add_gated,
         gate=activations.gate,
         delta_rule=delta.delta_rule,
+        short_conv=short_conv.short_conv,
         argmax=sample.argmax,
         sample=sample.sample,
         kv_allocate=kv_layout.allocate,

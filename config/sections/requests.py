@@ -67,8 +67,8 @@ class LimitSettings(Frozen, frozen=True):
 _ToolFormats = Literal[
     "hermes", "llama3", "mistral", "generic", "deepseek_v3", "deepseek_v31", "functiongemma", "gemma4"
 ]
-_MoreToolFormats = Literal["glm4", "glm45", "granite", "kimi_k2", "olmo3", "openai", "phi4_mini_json", "pythonic"]
-_XmlToolFormats = Literal["qwen3_coder", "seed_oss"]
+_MoreToolFormats = Literal["glm4", "glm45", "granite", "kimi_k2", "lfm2", "olmo3", "openai", "phi4_mini_json"]
+_XmlToolFormats = Literal["pythonic", "qwen3_coder", "seed_oss"]
 """The names of `ToolFormat`s, by the line; the others are their `aliases`."""
 _OtherNames = Literal["glm47", "gpt_oss", "granite4", "harmony", "llama3_json", "llama4_json", "llama4_pythonic"]
 _QwenNames = Literal["qwen3_json", "qwen3_xml"]

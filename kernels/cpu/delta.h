@@ -18,6 +18,7 @@
 #include <cstring>
 
 #include "activation.h"
+#include "states.h"
 #include "step.h"
 
 namespace delta {
@@ -25,17 +26,6 @@ namespace delta {
 constexpr int SLICE = 32;  // columns of a state
 constexpr int TAPS = 4;    // of the convolution
 constexpr int CHAINS = 4;  // sums over keys that are computed at once, so that no addition waits for the one before
-
-// The slots that the rows of a step read and write.
-struct State {
-    float* slots;                    // [slots][slot]
-    size_t slot, layer;              // floats of a slot; where the layer begins in it
-    const int32_t *reads, *writes;   // [rows]; the slot to read is -1 if the row has no state yet, which is zeros
-
-    // A row's state of this layer, or null.
-    const float* read(int row) const { return reads[row] < 0 ? nullptr : slots + reads[row] * slot + layer; }
-    float* write(int row) const { return slots + writes[row] * slot + layer; }
-};
 
 struct Layer {
     int key_heads, value_heads, key_dim, value_dim;
@@ -119,7 +109,7 @@ INLINE int row_of(const Step& step, int token) {
 class DeltaConv final : public Op {
    public:
     // `in` [tokens][layer.inputs()]; `out` [tokens][channels] and `gates` [tokens][decay, then beta of each value head].
-    DeltaConv(const delta::Layer& layer, const delta::State& state, const float* in, float* out, float* gates)
+    DeltaConv(const delta::Layer& layer, const RowStates& state, const float* in, float* out, float* gates)
         : Op("delta_conv"), layer_(layer), state_(state), in_(in), out_(out), gates_(gates) {}
 
     int tiles(const Step& step) const override { return step.tokens * parts(); }
@@ -191,7 +181,7 @@ class DeltaConv final : public Op {
     }
 
     const delta::Layer layer_;
-    const delta::State state_;
+    const RowStates state_;
     const float* const in_;
     float *const out_, *const gates_;
 };
@@ -201,7 +191,7 @@ class DeltaConv final : public Op {
 class DeltaRule final : public Op {
    public:
     // `in` is that of `DeltaConv`, `conv` and `gates` are what it writes; `out` [tokens][values]
-    DeltaRule(const delta::Layer& layer, const delta::State& state, const float* in, const float* conv,
+    DeltaRule(const delta::Layer& layer, const RowStates& state, const float* in, const float* conv,
               const float* gates, float* out)
         : Op("delta_rule"), layer_(layer), state_(state), in_(in), conv_(conv), gates_(gates), out_(out) {}
 
@@ -290,7 +280,7 @@ class DeltaRule final : public Op {
     }
 
     const delta::Layer layer_;
-    const delta::State state_;
+    const RowStates state_;
     const float *const in_, *const conv_, *const gates_;
     float* const out_;
 };

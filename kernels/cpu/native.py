@@ -247,8 +247,8 @@ class NativeDeltaLayer(Structure):
     )
 
 
-class NativeDeltaState(Structure):
-    """`delta::State` in delta.h."""
+class NativeRowStates(Structure):
+    """`RowStates` in states.h."""
 
     _fields_ = (
         ("slots", c_void_p),

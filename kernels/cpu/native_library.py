@@ -20,7 +20,6 @@ from pipeline.kernels.cpu.native import (
     MaskTicket,
     NativeBlocks,
     NativeDeltaLayer,
-    NativeDeltaState,
     NativeGatheredRows,
     NativeHeadNorms,
     NativeHeadShare,
@@ -31,6 +30,7 @@ from pipeline.kernels.cpu.native import (
     NativeQueryOptions,
     NativeRouteOptions,
     NativeRows,
+    NativeRowStates,
     NativeSamplingArrays,
     NativeScoreArrays,
     NativeScoreOptions,
@@ -40,7 +40,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 29
+ABI_VERSION = 30
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -131,9 +131,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_delta": (
         None,
         [
-            *(c_void_p, POINTER(NativeDeltaLayer), POINTER(NativeDeltaState)),
+            *(c_void_p, POINTER(NativeDeltaLayer), POINTER(NativeRowStates)),
             *(c_void_p, c_void_p, c_void_p, c_void_p, NativeRows, c_int, c_void_p),
         ],
+    ),
+    "program_short_conv": (
+        None,
+        [c_void_p, POINTER(NativeRowStates), c_void_p, c_void_p, c_int, c_int, NativeRows, c_int],
     ),
     "program_lora": (None, [c_void_p, POINTER(NativeLoraSite), NativeRows, c_int]),
     "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int]),

@@ -17,13 +17,14 @@
 #include "qkv.h"
 #include "ranks.h"
 #include "sampler.h"
+#include "short_conv.h"
 #include "step.h"
 #include "step_board.h"
 #include "thread_pool.h"
 
 extern "C" {
 
-int abi_version() { return 29; }
+int abi_version() { return 30; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -178,11 +179,17 @@ void program_attention(Program* program, Rows out, int floats, Rows queries, con
 
 // The gated delta rule of `in`, which is what the matmuls of its layer write (delta.h). `conv` [tokens][channels], `gates`
 // [tokens][2 * value heads] and `values` [tokens][values] are memory for it.
-void program_delta(Program* program, const delta::Layer* layer, const delta::State* state, const float* in, float* conv,
+void program_delta(Program* program, const delta::Layer* layer, const RowStates* state, const float* in, float* conv,
                    float* gates, float* values, Rows out, int form, float* wide) {
     program->add<DeltaConv>(*layer, *state, in, conv, gates);
     program->add<DeltaRule>(*layer, *state, in, conv, gates, values);
     program->add<DeltaNorm>(*layer, in, values, out, ActivationForm(form), wide);
+}
+
+// The short convolution of `in` (short_conv.h). `out` has the activations of the product behind, or `floats`.
+void program_short_conv(Program* program, const RowStates* state, const float* in, const float* weights, int channels,
+                        int taps, Rows out, int floats) {
+    program->add<ShortConv>(*state, in, weights, channels, taps, out, floats != 0);
 }
 
 void program_linear_add(Program* program, float* residual, Rows in, const Matrix* matrix, int width, float factor) {

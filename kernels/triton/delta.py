@@ -1,18 +1,18 @@
-"""The gated delta rule (kernels/delta.py): states stay in registers for all tokens of an entry.
+"""The gated delta rule (kernels/recurrent/delta.py): states stay in registers for all tokens of an entry.
 
 A program has a slice of a head's state of an entry, whose columns need no others. So it computes the convolution of its
 head's queries and keys itself, which the other slices compute too. The last inputs of the convolution are kept by a
 launch of their own: programs that read them may not have begun when others are done.
 
-Shapes: N entries, T tokens, V value heads, C channels, as in kernels/delta.py.
+Shapes: N entries, T tokens, V value heads, C channels, as in kernels/recurrent/delta.py.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.delta import L2_EPS, DeltaOptions, DeltaVectors
-from pipeline.kernels.delta_shape import SLICE, TAPS
+from pipeline.kernels.recurrent.delta import L2_EPS, DeltaOptions, DeltaVectors
+from pipeline.kernels.recurrent.delta_shape import SLICE, TAPS
 from pipeline.kernels.triton.activations import silu
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays

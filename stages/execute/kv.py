@@ -17,7 +17,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout, kv_layout, longest_sequence, most_blocks, scratch
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
-from pipeline.stages.execute.layers.delta import slot_floats
+from pipeline.stages.execute.layers.recurrent import slot_floats
 
 SwapArray = np.ndarray[Any, np.dtype[np.uint8]]
 """Swap space: [num_swap_blocks, bytes of a block with all layers]. The program defines the layout of a block."""
@@ -194,7 +194,7 @@ def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
         return scratch(config.num_layers)
     windows = [config.window_of(layer) for layer in range(config.num_layers) if not config.is_recurrent(layer)]
     layout = kv_layout(windows, _wanted(settings, config), divides=settings.execute.hybrid_kv_cache_manager)
-    if config.delta is None:
+    if not config.has_states:
         return layout
     layer_locations = iter(layout.layer_locations)
     # Recurrent layers have states in place of keys and values.

@@ -119,6 +119,21 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """A short convolution in place of attention, and the norm before it."""
+
+    norm: Norm | None
+    inputs: Linear
+    """b, c and x, stacked: [3 * hidden_size, hidden_size]."""
+    conv: "AnyVector"
+    """[taps, hidden_size]; the last one is that of the token itself."""
+    out: Linear
+
+
+RecurrentWeights = DeltaWeights | ShortConvWeights
+
+
+@dataclass(frozen=True, slots=True)
 class MlpWeights:
     """The feed-forward layer and the norms before and after it."""
 
@@ -176,9 +191,9 @@ class ProgramBuilder(ABC):
         residual = residual_norm(residual). Writes the step's keys and values to the next layer's cache first."""
 
     @abstractmethod
-    def delta(self, weights: DeltaWeights) -> None:
-        """residual += out(gated delta rule(inputs(norm(residual)))) * residual_multiplier; see kernels/delta.py. Reads
-        and writes the layer's part of the entries' slots."""
+    def recurrent(self, weights: RecurrentWeights) -> None:
+        """residual += out(f(inputs(norm(residual)))) * residual_multiplier, with the f of the weights' kind; see
+        kernels/recurrent/. Reads and writes the layer's part of the entries' slots."""
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:

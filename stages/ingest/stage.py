@@ -127,7 +127,7 @@ class IngestStage:
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self._max_new_tokens = generation_config.load(stage.settings, stage.model_dir).max_new_tokens
         model = ModelConfig.load(stage.model_dir)
-        self._has_states = model.delta is not None
+        self._has_states = model.has_states
         self._excluded = generation_config.excluded(stage.settings, stage.model_dir).runs(model.eos_ids)
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
         self._retry_queue = RetryQueue(lambda: stage.replay_context)

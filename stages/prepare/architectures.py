@@ -11,7 +11,6 @@ from pipeline.stages.prepare.encoders import bert, modernbert, mpnet, nomic
 from pipeline.stages.prepare.families import (
     alibi,
     cohere,
-    delta_net,
     experts,
     gemma,
     glm,
@@ -23,12 +22,15 @@ from pipeline.stages.prepare.families import (
 )
 from pipeline.stages.prepare.families.architecture import HfArchitecture
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
+from pipeline.stages.prepare.families.recurrent import delta_net, short_conv
 
 ENCODERS = (bert, mpnet, modernbert, nomic)
 
+RECURRENT = (delta_net, short_conv)
+
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     name: architecture
-    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, delta_net, *ENCODERS)
+    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, *RECURRENT, *ENCODERS)
     for name, architecture in family.ARCHITECTURES.items()
 }
 

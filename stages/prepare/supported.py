@@ -1,6 +1,7 @@
 """A typical model of each supported architecture, to find out what it needs from a back end."""
 
 from pathlib import Path
+from typing import Any
 
 from pipeline.runtime.model.model_config import Architecture, ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
@@ -14,14 +15,17 @@ SIZES = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+LAYERS = {name: {"full_attn_idxs": [2, 5]} for name in ("lfm2", "lfm2_moe")}
+"""Keys of architectures whose default has none of the layers that all their models have."""
 WRITTEN_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 """Architectures that llama.cpp's converter writes under another one's name."""
 
 
 def typical_config(name: Architecture) -> ModelConfig:
-    """A model with the defaults of transformers for everything but the sizes."""
+    """A model with the defaults of transformers for everything but the sizes and `LAYERS`."""
     architecture = HF_ARCHITECTURES[name]
-    config = {architecture.keys.get(key, key): value for key, value in SIZES.items()}
+    config: dict[str, Any] = {architecture.keys.get(key, key): value for key, value in SIZES.items()}
+    config |= LAYERS.get(name, {})
     if "num_key_value_heads" in architecture.defaults:  # it may not divide the number of heads above
         config["num_key_value_heads"] = 8
     return ConfigReader(Path("config.json"), {"model_type": name, **config}).model(name, [], {})

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference
-from pipeline.kernels.delta_shape import TAPS, DeltaShape
+from pipeline.kernels.recurrent.delta import DeltaOptions, DeltaVectors, delta_reference
+from pipeline.kernels.recurrent.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 
 SHAPES = [

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_rule
-from pipeline.kernels.delta_shape import DeltaShape
+from pipeline.kernels.recurrent.delta import DeltaOptions, DeltaVectors, delta_rule
+from pipeline.kernels.recurrent.delta_shape import DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 from tests.kernels.random_delta import (
     NUM_SLOTS,

@@ -15,8 +15,9 @@ from pipeline.lora.gguf_adapter import PERMUTED, PLAIN
 from pipeline.lora.gguf_file import MAX_HEADER_BYTES
 from pipeline.lora.peft_config import AdapterError
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.prepare.gguf import delta_net, encoders
+from pipeline.stages.prepare.gguf import encoders
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
+from pipeline.stages.prepare.gguf.recurrent import delta_net, short_conv
 from tests.lora.random_adapters import ALL, module_of, write_adapter
 from tests.stages.execute.checkpoints import config_of
 
@@ -164,7 +165,14 @@ def test_stacked_projections(tmp_path: Path, model_dir: Path) -> None:
 def test_the_architectures_are_those_of_models() -> None:
     permuted = {name for name, one in GGUF_ARCHITECTURES.items() if one.interleaved_rope}
     assert permuted == PERMUTED
-    refused = {"gpt2", "starcoder", "gemma-embedding", *delta_net.ARCHITECTURES, *encoders.ARCHITECTURES}
+    refused = {
+        "gpt2",
+        "starcoder",
+        "gemma-embedding",
+        *delta_net.ARCHITECTURES,
+        *short_conv.ARCHITECTURES,
+        *encoders.ARCHITECTURES,
+    }
     assert GGUF_ARCHITECTURES.keys() - permuted - PLAIN == refused, "whose PEFT adapters are refused, too"
 
 

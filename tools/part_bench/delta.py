@@ -13,7 +13,7 @@ from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
-from pipeline.kernels.delta_shape import TAPS, DeltaShape
+from pipeline.kernels.recurrent.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     layer = native.NativeDeltaLayer(
         *sizes, 1.0, 1e-6, *(vector.ctypes.data for vector in vectors), None, shape.value_heads
     )
-    state = native.NativeDeltaState(
+    state = native.NativeRowStates(
         slots.ctypes.data, shape.slot, 0, inputs.state_reads.ctypes.data, inputs.state_writes.ctypes.data
     )
     library.program_delta(

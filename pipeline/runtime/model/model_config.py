@@ -9,7 +9,7 @@ import msgspec
 from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.model.pooler import Pooler, Task
 from pipeline.runtime.model.rope import LongRope, Rope, RopeScaling
-from pipeline.runtime.model.special_layers import DeltaNet, Eagle3, Experts
+from pipeline.runtime.model.special_layers import DeltaNet, Eagle3, Experts, ShortConv
 
 Architecture = Literal[
     "llama",
@@ -58,6 +58,8 @@ Architecture = Literal[
     "qwen3_5_moe_text",
     "qwen3_next",
     "olmo_hybrid",
+    "lfm2",
+    "lfm2_moe",
     "bert",
     "roberta",
     "xlm-roberta",
@@ -197,6 +199,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """With "swiglu_oai", the most that gate may be, and the largest magnitude of up; larger ones are clamped."""
     experts: Experts | None = None
     delta: DeltaNet | None = None
+    short_conv: ShortConv | None = None
     attention_gate: bool = False
     """Whether attention's result is multiplied with the sigmoid of a projection of its input."""
     embedding_norm: bool = False
@@ -321,7 +324,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent state in place of attention."""
-        return self.delta is not None and layer in self.delta.layers
+        recurrent = self.short_conv if self.delta is None else self.delta
+        return recurrent is not None and layer in recurrent.layers
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a recurrent state."""
+        return self.delta is not None or self.short_conv is not None
 
     def has_pre_norms(self, layer: int) -> bool:
         """Whether hidden states are normalized before both halves of a layer."""

@@ -57,6 +57,15 @@ class DeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Of the norm of each head's result."""
 
 
+class ShortConv(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The layers with a short convolution in place of attention (LFM2): c * conv(b * x), where b, c and x are
+    projections of the hidden states. Their state is the last products b * x."""
+
+    layers: list[int]
+    taps: int
+    """Tokens that the convolution reads."""
+
+
 class Eagle3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an EAGLE-3 head has besides a Llama layer."""
 

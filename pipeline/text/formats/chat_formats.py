@@ -38,7 +38,7 @@ from pipeline.text.formats.tool_parsers.json_list import Granite, Phi4Mini
 from pipeline.text.formats.tool_parsers.kimi_k2 import KimiK2
 from pipeline.text.formats.tool_parsers.llama3 import Llama3
 from pipeline.text.formats.tool_parsers.mistral import Mistral
-from pipeline.text.formats.tool_parsers.pythonic import Olmo3, Pythonic
+from pipeline.text.formats.tool_parsers.pythonic import Lfm2, Olmo3, Pythonic
 from pipeline.text.formats.tool_parsers.xml_calls import GLM, QWEN, SEED, XmlFormat
 
 LLAMA3 = Llama3()
@@ -58,6 +58,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     Mistral(),
     LLAMA3,
     Olmo3(),
+    Lfm2(),
     Pythonic(),
     Glm4(),
 )

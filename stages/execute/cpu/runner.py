@@ -135,7 +135,7 @@ class CpuRunner(Runner):
         self.kernels: str = "torch" if library is None else library.isa
         self.code = backend.code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if context.num_stages == 1 else weights.formats)
-        self.states = None if config.delta is None else StateSlots(self.program, kv.num_state_slots, swapped)
+        self.states = StateSlots(self.program, kv.num_state_slots, swapped) if config.has_states else None
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
 

@@ -48,7 +48,7 @@ def draft_block_bytes(settings: Settings) -> int:
     if settings.speculative.method in ("none", "ngram"):
         return 0
     config = ModelConfig.load(prepared_draft(settings))
-    if config.delta is not None:
+    if config.has_states:
         raise UserError(
             f"speculative.draft: {config.name} ({config.architecture}) has recurrent layers, which are not supported "
             "in a draft model: choose another one"

@@ -1,10 +1,8 @@
 """Gated DeltaNet: a layer with a recurrent state in place of attention."""
 
-from collections.abc import Collection
-
 import numpy as np
 
-from pipeline.kernels.delta_shape import TAPS, DeltaShape
+from pipeline.kernels.recurrent.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.norm import norm_weights
@@ -43,15 +41,6 @@ def delta_shape(config: ModelConfig, key_heads: int | None = None) -> DeltaShape
     key_heads = delta.key_heads if key_heads is None else key_heads
     value_heads = key_heads * delta.value_heads // delta.key_heads
     return DeltaShape(key_heads, value_heads, delta.key_dim, delta.value_dim, delta.tiled)
-
-
-def slot_floats(config: ModelConfig, layers: Collection[int] | None = None, num_ranks: int = 1) -> int:
-    """Floats of a slot, which has the states of all recurrent layers of a row, or of those in a part of the model, in
-    their order; of several ranks, those of the one with the most heads."""
-    if config.delta is None:
-        return 0
-    shape = delta_shape(config, -(-config.delta.key_heads // num_ranks))
-    return sum(layers is None or layer in layers for layer in config.delta.layers) * shape.slot
 
 
 def _stacked(b: AnyMatrix, a: AnyMatrix) -> AnyMatrix:

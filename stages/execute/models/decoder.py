@@ -10,8 +10,8 @@ A feed-forward layer may be a mixture of experts. With `parallel`, it reads the 
 
 embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
 
-Some layers may have a recurrent state in place of attention (gated DeltaNet). A model that does not generate ends with
-the last norm; BERT has none, but norms of the residual after each sum.
+Some layers may have a recurrent state in place of attention (gated DeltaNet, short convolutions). A model that
+does not generate ends with the last norm; BERT has none, but norms of the residual after each sum.
 """
 
 import numpy as np
@@ -19,10 +19,10 @@ import numpy as np
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
-from pipeline.stages.execute.layers.delta import delta_weights
 from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.layers.recurrent import recurrent_weights
 from pipeline.stages.execute.program import AnyMatrix, Embedding, Head, ProgramBuilder
 from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.weights import Weights
@@ -41,7 +41,7 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
             program.parallel(attention_weights(config, weights, i), mlp_weights(config, weights, i))
             continue
         if config.is_recurrent(i):
-            program.delta(delta_weights(config, weights, i))
+            program.recurrent(recurrent_weights(config, weights, i))
         else:
             program.attention(attention_weights(config, weights, i))
         if config.has_experts(i):

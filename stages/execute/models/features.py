@@ -43,6 +43,7 @@ class Feature(Enum):
     HEAD_BIAS = "a bias of the LM head"
     NO_HEAD = "no LM head"
     DELTA_NET = "layers with a recurrent state"
+    SHORT_CONV = "short convolutions"
     ATTENTION_GATE = "a gate of attention's result"
     ROPES = "layers with different rotary embeddings"
 
@@ -81,6 +82,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.HEAD_BIAS: config.head_bias,
         Feature.NO_HEAD: not (config.generates and config.causal),
         Feature.DELTA_NET: config.delta is not None,
+        Feature.SHORT_CONV: config.short_conv is not None,
         Feature.ATTENTION_GATE: config.attention_gate,
         Feature.ROPES: len(ropes) > 1,
     }
@@ -91,6 +93,7 @@ NATIVE: frozenset[Feature] = frozenset(Feature)
 """Features of the native CPU program."""
 TRITON: frozenset[Feature] = frozenset(Feature) - {
     Feature.DELTA_NET,
+    Feature.SHORT_CONV,
     Feature.ATTENTION_GATE,
     Feature.RESIDUAL_NORM,
     Feature.TOKEN_TYPES,

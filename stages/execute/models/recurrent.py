@@ -7,7 +7,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 
 def require_supported(settings: Settings, config: ModelConfig) -> None:
     """Raise UserError if a model has recurrent layers, and a setting does not work with them."""
-    if config.delta is None:
+    if not config.has_states:
         return
     problems = {
         "speculative.method": (settings.speculative.method, settings.speculative.method != "none"),

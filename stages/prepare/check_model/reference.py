@@ -165,7 +165,8 @@ class Reference:
         for name, parameter in self._model.named_parameters():
             if self._pooled is not None and not pooled.is_rounded(name, self._model):
                 continue
-            if parameter.dim() > 1 and "conv1d" not in name:  # prepare stores convolutions in float32
+            # prepare stores convolutions in float32
+            if parameter.dim() > 1 and "conv1d" not in name and "conv.conv" not in name:
                 parameter.copy_(parameter.bfloat16())
 
 

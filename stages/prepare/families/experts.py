@@ -129,12 +129,12 @@ def _glm(keys: Keys, model: ModelConfig) -> dict[str, Any]:
         num_groups=keys.count("n_group"),
         groups_per_token=keys.count("topk_group"),
         shared_intermediate_size=inner * shared,
-        layers=_behind(keys, model, "first_k_dense_replace"),
+        layers=layers_behind(keys, model, "first_k_dense_replace"),
     )
     return {**found, "qk_norm": keys.flag("use_qk_norm")}
 
 
-def _behind(keys: Keys, model: ModelConfig, key: str) -> list[int] | None:
+def layers_behind(keys: Keys, model: ModelConfig, key: str) -> list[int] | None:
     """All layers but the first, of which `key` is the number."""
     dense = keys.count(key, least=0)
     if dense >= model.num_layers:

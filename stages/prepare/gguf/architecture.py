@@ -128,6 +128,8 @@ class GgufArchitecture:
     """Whether `read` handles the sliding window."""
     reads_experts: bool = False
     """Whether `read` handles a mixture of experts."""
+    skips_attention: bool = False
+    """Whether layers with 0 KV heads have something in place of attention. Else a file must not have such layers."""
     has_drafts: bool = False
     """Whether a file may have layers that draft behind those of the model."""
     reads_scaling: bool = False

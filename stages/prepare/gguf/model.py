@@ -27,7 +27,7 @@ from pipeline.stages.prepare.encoders import pair_templates
 from pipeline.stages.prepare.encoders.pooler import with_pooler
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
-from pipeline.stages.prepare.gguf import delta_net, encoders
+from pipeline.stages.prepare.gguf import encoders
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
@@ -36,6 +36,7 @@ from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.in_place import is_kept, write_indexes
 from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
 from pipeline.stages.prepare.gguf.parts import Parts, read_parts
+from pipeline.stages.prepare.gguf.recurrent import delta_net
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES, read_scaling, with_rope_scaling
 from pipeline.stages.prepare.gguf.tensor_names import FIRST_EXPERT, STACKED, STACKED_EXPERTS, differing_names, gguf_name
 from pipeline.stages.prepare.gguf.tokenizers import tokenizer
@@ -231,7 +232,9 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         hidden_size=hidden,
         intermediate_size=metadata.of_all_layers(keys["intermediate_size"], num_layers, inner),
         num_heads=heads,
-        num_kv_heads=metadata.of_all_layers(keys["num_kv_heads"], num_layers, heads),
+        num_kv_heads=metadata.of_all_layers(
+            keys["num_kv_heads"], num_layers, heads, skips_zeros=architecture.skips_attention
+        ),
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_position=max_position,

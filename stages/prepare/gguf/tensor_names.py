@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 
 from pipeline.runtime.model.model_config import ModelConfig, Piece
-from pipeline.stages.prepare.gguf import delta_net
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture
+from pipeline.stages.prepare.gguf.recurrent import delta_net, short_conv
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -41,6 +41,7 @@ LAYER_NAMES = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **delta_net.LAYER_NAMES,
+    **short_conv.LAYER_NAMES,
 }
 WHOLE_NAMES = {
     "self_attn.sinks": "attn_sinks.weight",
@@ -67,7 +68,7 @@ def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
         if expert := EXPERT.fullmatch(part):
             return f"blk.{layer}.ffn_{expert[2]}.{expert[1]}.{kind}"
         return f"blk.{layer}.{names.get(part) or _GGUF_LAYER_NAMES[part]}.{kind}"
-    return f"{_GGUF_NAMES[stem]}.{kind}"
+    return f"{names.get(stem) or _GGUF_NAMES[stem]}.{kind}"
 
 
 _GGUF_NAMES = {hf_name: name for name, hf_name in NAMES.items()}
@@ -78,7 +79,7 @@ _GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()} | {
 
 
 def differing_names(architecture: GgufArchitecture, config: ModelConfig) -> dict[str, str]:
-    """The names of a layer's tensors that differ from the usual ones."""
+    """The names of tensors that differ from the usual ones; of a layer's, without its prefix."""
     names = dict(architecture.names)
     if config.architecture == "falcon" and not config.shared_norm:
         names |= {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}

@@ -21,6 +21,8 @@ from pipeline.runtime.model.model_config import EXPERTS, ModelConfig, Piece
 from pipeline.runtime.model.weight_headers import TensorEntry
 from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, without_duplicates, wrong_file
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.weights.recurrent_shapes import Linears, recurrent_shapes
+from pipeline.stages.prepare.weights.recurrent_shapes import Shape as Shape
 
 STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 """The supported dtypes of weights, and the numpy dtypes to read them with."""
@@ -36,8 +38,6 @@ MAX_HEADER_BYTES = 32 * 1024**2
 MAX_TENSORS = 2**18
 """Of a file. Models have some thousands; each entry takes up to 2 KiB while it is checked."""
 MAX_DIMS = 16
-
-Shape = tuple[int, ...]
 
 
 class _RawEntry(msgspec.Struct):
@@ -149,10 +149,6 @@ def float_rows(path: Path, entry: TensorEntry, rows_at_once: int) -> Iterator["n
             yield piece.astype(np.float32)
 
 
-Linears = dict[str, tuple[int, int, bool]]
-"""Rows, columns, and whether there is a bias."""
-
-
 def model_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name and shape of every matrix and vector that a model computes with, by Llama's names. Those of other models
     have names of the same kind."""
@@ -185,7 +181,7 @@ def _norm_shapes(config: ModelConfig, name: str) -> dict[str, Shape]:
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """The tensors of one layer."""
     before = f"model.layers.{layer}."
-    linears, vectors = _delta_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
+    linears, vectors = recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
     shapes: dict[str, Shape] = {f"{before}{name}": shape for name, shape in vectors.items()}
     linears |= _expert_linears(config) if config.has_experts(layer) else _mlp_linears(config)
     norms = ["self_attn_residual_norm", "mlp_residual_norm"] if config.residual_norms else []
@@ -225,23 +221,6 @@ def _attention_shapes(config: ModelConfig) -> tuple[Linears, dict[str, Shape]]:
     if config.sinks:
         vectors["self_attn.sinks"] = (config.num_heads,)
     return linears, vectors
-
-
-CONV_TAPS = 4
-"""Tokens that the convolution of a recurrent layer reads."""
-
-
-def _delta_shapes(config: ModelConfig) -> tuple[Linears, dict[str, Shape]]:
-    """The matrices of a recurrent layer, and its other tensors."""
-    delta, hidden = config.delta, config.hidden_size
-    assert delta is not None
-    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
-    rows = {"q": keys, "k": keys, "v": values, "z": values, "b": delta.value_heads, "a": delta.value_heads}
-    linears: Linears = {f"linear_attn.{name}_proj": (num, hidden, False) for name, num in rows.items()}
-    linears["linear_attn.out_proj"] = (hidden, values, False)
-    vectors: dict[str, Shape] = {f"linear_attn.{name}_conv1d.weight": (rows[name], 1, CONV_TAPS) for name in "qkv"}
-    vectors |= {"linear_attn.A_log": (delta.value_heads,), "linear_attn.dt_bias": (delta.value_heads,)}
-    return linears, {**vectors, "linear_attn.norm.weight": (delta.value_dim,)}
 
 
 def _mlp_linears(config: ModelConfig) -> Linears:

@@ -62,7 +62,10 @@ NORMS_OF_HEADS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 ROUTERS = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 """Small matrices whose rounding errors may change which experts compute a token."""
-STATES = tuple(f"linear_attn.{name}.weight" for name in ("a_proj", "b_proj", "q_conv1d", "k_conv1d", "v_conv1d"))
+STATES = (
+    *(f"linear_attn.{name}.weight" for name in ("a_proj", "b_proj", "q_conv1d", "k_conv1d", "v_conv1d")),
+    "short_conv.conv.weight",
+)
 """The same of what decays states and fills them, for the rest of a sequence."""
 
 WEIGHTS = "model.safetensors"

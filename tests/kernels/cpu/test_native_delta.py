@@ -9,8 +9,8 @@ import torch
 from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference
-from pipeline.kernels.delta_shape import DeltaShape
+from pipeline.kernels.recurrent.delta import DeltaOptions, DeltaVectors, delta_reference
+from pipeline.kernels.recurrent.delta_shape import DeltaShape
 from tests.kernels.cpu.compile import library_of
 from tests.kernels.cpu.quantized import random
 from tests.kernels.cpu.recording import Recording, assert_groups, assert_kept, recording
@@ -50,7 +50,7 @@ class Layer:
         sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled
         layer = native.NativeDeltaLayer(*sizes, options.beta, options.eps, *weights, None, shape.value_heads)
         inputs = r.inputs
-        state = native.NativeDeltaState(
+        state = native.NativeRowStates(
             *(self.slots.ctypes.data, self.slots.shape[1], options.layer),
             *(inputs.state_reads.ctypes.data, inputs.state_writes.ctypes.data),
         )

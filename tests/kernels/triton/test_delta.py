@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors
-from pipeline.kernels.delta_shape import DeltaShape
+from pipeline.kernels.recurrent.delta import DeltaOptions, DeltaVectors
+from pipeline.kernels.recurrent.delta_shape import DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.kernels.triton.delta import delta_rule
 from tests.kernels.random_delta import (

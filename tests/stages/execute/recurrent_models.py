@@ -52,6 +52,7 @@ class Variant:
         return self.kind.removesuffix("_text")
 
 
+LFM2 = {"conv_L_cache": 3, "block_multiple_of": 32, "layer_types": ["conv", "conv", "full_attention", "conv"]}
 VARIANTS = {
     "qwen3_5": Variant("qwen3_5_text", "Qwen3_5ForCausalLM", {"head_dim": 32, "rope_parameters": ROPE}),
     "qwen3_5, heads of 256": Variant(
@@ -83,6 +84,17 @@ VARIANTS = {
         "OlmoHybridForCausalLM",
         {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ),
+    "lfm2": Variant("lfm2", "Lfm2ForCausalLM", LFM2),
+    "lfm2, seven taps": Variant(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {**LFM2, "conv_L_cache": 7, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    "lfm2_moe": Variant(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        {**EXPERTS, **LFM2, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
 }
 
 
@@ -102,11 +114,14 @@ def make(variant: Variant) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in name:
-                parameter.normal_(0, 0.5 if "conv1d" in name else 0.15)
+                parameter.normal_(0, 0.5 if "conv1d" in name or "conv.conv" in name else 0.15)
             elif name.endswith("A_log"):
                 parameter.uniform_(-4, 1)
             else:
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_(0, 0.3)
     return model.eval()
 
 

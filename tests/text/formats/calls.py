@@ -227,6 +227,15 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ("[now](https://example.org)", "[now](https://example.org)", []),
         ("[1, 2]", "[1, 2]", []),
     ],
+    "lfm2": [
+        (
+            '<|tool_call_start|>[find(text="a", n=5), now()]<|tool_call_end|>',
+            "",
+            [("find", {"text": "a", "n": 5}), ("now", {})],
+        ),
+        ("So <|tool_call_start|>[find(text='a')]<|tool_call_end|>.", "So.", [("find", {"text": "a"})]),
+        ("[now()]", "[now()]", []),
+    ],
     "olmo3": [
         (
             '<function_calls>find(text="a", n=5)\nnow()</function_calls>',

@@ -138,6 +138,7 @@ CALLS: dict[str, list[Writer]] = {
         lambda text: ['<start_function_call>call:find{"text":', quoted(text), "}<end_function_call>"],
     ],
     "pythonic": [lambda text: ["<|python_start|>[find(text=", quoted(text), ")]<|python_end|>"]],
+    "lfm2": [lambda text: ["<|tool_call_start|>[find(text=", quoted(text), ")]<|tool_call_end|>"]],
     "olmo3": [lambda text: ["<function_calls>find(text=", quoted(text), ")</function_calls>"]],
     "hermes": [lambda text: ['<tool_call>\n{"name": "find", "arguments": ', *in_json(text), "}\n</tool_call>"]],
     "generic": [lambda text: ['<tool_call>\n{"name": "find", "arguments": ', *in_json(text), "}\n</tool_call>"]],
@@ -306,7 +307,7 @@ def is_taken(grammar: str, parts: Sequence[Part]) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [(name, "text") for name in CALLS] + [(name, "<s>") for name in CALLS if name not in ("pythonic", "olmo3")],
+    [(name, "text") for name in CALLS] + [(name, "<s>") for name in CALLS if name not in ("pythonic", "lfm2", "olmo3")],
 )
 @pytest.mark.parametrize("is_enum", [True, False])
 def test_grammars_require_marks_as_tokens_and_take_their_spelling_as_text(name: str, key: str, is_enum: bool) -> None:

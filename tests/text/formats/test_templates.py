@@ -30,6 +30,8 @@ FORMATS = {
     "hermes3.tool_use": ("hermes", None),
     "kimi-k2": ("kimi_k2", None),
     "kimi-k2-thinking": ("kimi_k2", "kimi_k2"),
+    "lfm2": ("lfm2", None),
+    "lfm2.5": ("lfm2", "qwen3"),
     "llama3.1": ("llama3", None),
     "llama3.2": ("llama3", None),
     "llama4": ("llama3", None),
@@ -44,7 +46,7 @@ FORMATS = {
     "seed-oss": ("seed_oss", "seed_oss"),
     "smollm3": ("generic", "qwen3"),
 }
-SHOW_NO_CALLS = ("deepseek-v3.1", "granite3.3", "kimi-k2-thinking")
+SHOW_NO_CALLS = ("deepseek-v3.1", "granite3.3", "kimi-k2-thinking", "lfm2")
 """Templates that don't write the calls of a message after the prompt before it, or that transformers refuses then."""
 KWARGS = {"gemma4": {"enable_thinking": True}, "glm4.7-flash": {"enable_thinking": False}}
 """With these, the prompt ends where the template writes an answer without reasoning."""

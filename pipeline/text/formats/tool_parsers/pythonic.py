@@ -1,13 +1,15 @@
-"""Tool calls as Python: the formats of Llama 4 and 3.2 with such prompts, of Gemma 3 with vLLM's template, and OLMo 3.
+"""Tool calls as Python: the formats of Llama 4 and 3.2 with such prompts, of Gemma 3 with vLLM's template, LFM2 and
+OLMo 3.
 
     [find(text="a", n=5), now()]                                                   Llama, Gemma 3
+    <|tool_call_start|>[find(text="a", n=5), now()]<|tool_call_end|>               LFM2
     <function_calls>find(text="a", n=5)                                            OLMo 3
     now()</function_calls>
 
 Llama may write `<|python_start|>` and `<|python_end|>` around the list. Without a mark, the list must begin the reply
 and name a tool of the request.
 Sources: https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md,
-allenai/Olmo-3-7B-Instruct (chat template)
+allenai/Olmo-3-7B-Instruct and LiquidAI/LFM2.5-8B-A1B (chat templates)
 """
 
 import re
@@ -25,6 +27,7 @@ from pipeline.text.formats.parsing.text_scan import SPACE, skip_space, starts_wi
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+LFM_START, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 CALLS_START, CALLS_END = "<function_calls>", "</function_calls>"
 SPREAD = "**"
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -57,6 +60,24 @@ class Pythonic(ToolFormat):
         return f"{text} ({lark.mark(PYTHON_START)} {rule} {lark.mark(PYTHON_END)})? | {rule}"
 
 
+class Lfm2(ToolFormat):
+    name = "lfm2"
+    is_typed = True
+    opening = LFM_START
+    marks = (LFM_START, LFM_END)
+
+    def detects(self, template: str) -> bool:
+        return shows_tools(template) and "List of tools: " in template and "<|im_start|>" in template
+
+    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "PythonicParser":
+        return PythonicParser(marks.of(LFM_START), marks.of(LFM_END), names, marks.hidden, needs_mark=True)
+
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        one = lark.one_of([_call(lark, call) for call in calls])
+        more = f" ({lark.text(', ')} {one})*" if parallel else ""
+        return f"{lark.mark(LFM_START)} {lark.text('[')} {one}{more} {lark.text(']')} {lark.mark(LFM_END)}"
+
+
 class Olmo3(ToolFormat):
     name = "olmo3"
     is_typed = True
@@ -67,7 +88,9 @@ class Olmo3(ToolFormat):
         return CALLS_START in template
 
     def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "PythonicParser":
-        return PythonicParser(marks.of(CALLS_START), marks.of(CALLS_END), names, marks.hidden, has_brackets=False)
+        return PythonicParser(
+            marks.of(CALLS_START), marks.of(CALLS_END), names, marks.hidden, has_brackets=False, needs_mark=True
+        )
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         one = lark.one_of([_call(lark, call) for call in calls])
@@ -85,7 +108,8 @@ def _call(lark: LarkBuilder, call: CallRule) -> str:
 
 
 class PythonicParser(CallParser):
-    """`has_brackets`: calls are a list, which needs no mark at the start of the reply. Otherwise, they are lines."""
+    """`has_brackets`: calls are a list. Otherwise, they are lines. Unless calls need a mark, a list needs none at the
+    start of the reply."""
 
     def __init__(
         self,
@@ -95,6 +119,7 @@ class PythonicParser(CallParser):
         hidden: Collection[str],
         *,
         has_brackets: bool = True,
+        needs_mark: bool = False,
     ) -> None:
         super().__init__((start,), hidden, names)
         self._end = end
@@ -107,7 +132,7 @@ class PythonicParser(CallParser):
         """The call has no arguments so far."""
         self._is_spread = False
         self._value = LooseValue()
-        if has_brackets:
+        if not needs_mark:
             self._read = self._after_mark
 
     # ---------------------------------------------------------------------------------------------- before the call

@@ -76,7 +76,7 @@ def measure(
     Raises UserError if the model can't run with these settings, or if its logits in float32 aren't finite.
     """
     config = ModelConfig.load(folder)
-    if config.delta is not None:
+    if config.has_states:
         # The rows that share a chunk's blocks would need its state at each position.
         raise UserError(
             f"--fidelity is not supported for {config.name} ({config.architecture}): it has recurrent layers"

@@ -327,5 +327,5 @@ def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num
             f"these steps need {wanted} bytes of KV memory, but only {free} bytes of memory are free: lower "
             "--batch, --context or --prefill"
         )
-    num_slots = max(case.num_seqs for case in cases) if config.delta is not None else 0
+    num_slots = max(case.num_seqs for case in cases) if config.has_states else 0
     return KVPlan(num_blocks, max(case.context for case in cases), undivided(config.num_layers), num_slots)

@@ -13,6 +13,7 @@ from pipeline.stages.execute.cpu.native.lora import NativeLora
 from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, rows_of
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
+from pipeline.stages.execute.layers.recurrent import recurrent_width
 from pipeline.stages.execute.program import AnyMatrix, Linear, Norm
 from pipeline.stages.execute.ranks.share import Share
 
@@ -43,8 +44,7 @@ class NativeLayers:
         self._first_layer = first_layer
         self.num = 0
         """Layers so far."""
-        values = 0 if config.delta is None else config.delta.value_heads * config.delta.value_dim
-        width = max(config.num_heads * config.head_dim, *config.inner_sizes, values)
+        width = max(config.num_heads * config.head_dim, *config.inner_sizes, recurrent_width(config))
         self.wide = gathered.floats(max_num_tokens, -(-width // PAIR) * PAIR)
         """The address of what is quantized before a matmul."""
         self.branch = gathered.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0

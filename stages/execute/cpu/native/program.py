@@ -17,7 +17,6 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile
 from pipeline.stages.execute.adapters.slots import DOWN, gate_up
 from pipeline.stages.execute.cpu.native.attention import NativeAttention
-from pipeline.stages.execute.cpu.native.delta import NativeDelta
 from pipeline.stages.execute.cpu.native.experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.lora import NativeLora, PackedAdapter
@@ -25,6 +24,9 @@ from pipeline.stages.execute.cpu.native.memory import NativeMemory, floats_at, h
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.panel_file import PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
+from pipeline.stages.execute.cpu.native.recurrent.delta import NativeDelta
+from pipeline.stages.execute.cpu.native.recurrent.short_conv import NativeShortConv
+from pipeline.stages.execute.cpu.native.recurrent.slots import NativeSlots
 from pipeline.stages.execute.cpu.native.supported import unsupported
 from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
@@ -32,7 +34,6 @@ from pipeline.stages.execute.kv import SwapArray
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
-    DeltaWeights,
     Embedding,
     ExpertsWeights,
     Head,
@@ -40,6 +41,7 @@ from pipeline.stages.execute.program import (
     LogitArray,
     MlpWeights,
     Norm,
+    RecurrentWeights,
 )
 from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.ranks.share import share_of
@@ -99,10 +101,12 @@ class NativeProgram(Program):
         self._experts = None
         if config.experts is not None:
             self._experts = NativeExperts(library, memory, config, max_num_tokens, norms.rows, gathered, share)
-        self._delta = None
-        if config.delta is not None:
-            self._delta = NativeDelta(
-                *(library, self._handle, memory, config, inputs, plan.kv, norms, self._layers, gathered, share)
+        self._recurrent = None
+        if config.has_states:
+            self._slots = slots = NativeSlots(memory, config, plan.kv)
+            make: type[NativeDelta | NativeShortConv] = NativeDelta if config.short_conv is None else NativeShortConv
+            self._recurrent = make(
+                *(library, self._handle, memory, config, inputs, slots, norms, self._layers, gathered, share)
             )
         self._touches_kv = plan.kv.touches
         self._swap = plan.swap
@@ -131,11 +135,11 @@ class NativeProgram(Program):
         self._attention.emit(weights)
         self._layers.norm_residual(weights.residual_norm, "o norm")
 
-    def delta(self, weights: DeltaWeights) -> None:
-        assert self._delta is not None
+    def recurrent(self, weights: RecurrentWeights) -> None:
+        assert self._recurrent is not None
         self._capture_residual()
         self._norms.emit_before(self._handle, weights.norm, weights.inputs)
-        self._delta.emit(weights)
+        self._recurrent.emit(weights)
 
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
         max_num_tokens = self._inputs.max_num_tokens
@@ -291,8 +295,7 @@ class NativeProgram(Program):
         self._copy(self._blocks if other is None else self._attention.blocks(other), sources, targets)
 
     def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
-        assert self._delta is not None
-        self._copy(self._delta.blocks(swapped), sources, targets)
+        self._copy(self._slots.blocks(swapped), sources, targets)
 
     def _copy(self, blocks: native.NativeBlocks, sources: IntArray, targets: IntArray) -> None:
         assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape

@@ -1,7 +1,7 @@
 """Which models the CPU library can compute."""
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.delta_shape import SLICE
+from pipeline.kernels.recurrent.delta_shape import SLICE
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.models.features import NATIVE, missing
 
@@ -19,6 +19,8 @@ def unsupported(config: ModelConfig) -> str | None:
         return "the activation swiglu_oai is only for experts"
     if (delta := config.delta) is not None and (delta.key_dim % 16 or delta.value_dim % SLICE):
         return f"heads of {delta.key_dim} x {delta.value_dim} are not multiples of 16 x {SLICE}"
+    if config.short_conv is not None and config.hidden_size % 16:
+        return f"hidden_size is {config.hidden_size}, not a multiple of 16"
     if lacking := missing(config, NATIVE):
         return f"the CPU library lacks {lacking}"
     return None

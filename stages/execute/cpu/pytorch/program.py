@@ -24,8 +24,8 @@ from pipeline.shm.fence import Fence
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, gate_up
 from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
 from pipeline.stages.execute.cpu.pytorch.calls import Buffer, Extent, TorchCalls
-from pipeline.stages.execute.cpu.pytorch.delta import TorchDelta
 from pipeline.stages.execute.cpu.pytorch.lora import Matrices, TorchLora
+from pipeline.stages.execute.cpu.pytorch.recurrent import TorchRecurrent
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.kv import SwapArray, kv_dtype
 from pipeline.stages.execute.layers.key_center import key_center
@@ -34,7 +34,6 @@ from pipeline.stages.execute.layers.route_options import route_options
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
-    DeltaWeights,
     Embedding,
     ExpertsWeights,
     Head,
@@ -42,6 +41,7 @@ from pipeline.stages.execute.program import (
     LogitArray,
     MlpWeights,
     Norm,
+    RecurrentWeights,
 )
 
 POLL_S = 50e-6
@@ -89,7 +89,7 @@ class TorchProgram(Program):
         self._attended = calls.buffer(config.num_heads * config.head_dim)
         self._gate_up = calls.buffer((2 if config.gated else 1) * config.intermediate_size)
         self._gated = calls.buffer(config.intermediate_size)
-        self._delta = None if config.delta is None else TorchDelta(ops, calls, config, kv)
+        self._recurrent = TorchRecurrent(ops, calls, config, kv) if config.has_states else None
         self._gate = calls.buffer(config.num_heads * config.head_dim) if config.attention_gate else self._attended
         if (experts := config.experts) is not None:
             self._routed = calls.buffer(config.hidden_size)
@@ -135,14 +135,15 @@ class TorchProgram(Program):
         self._attend(self._x, self._x, weights)
         self._add(self._x, weights.post_norm, weights.residual_norm)
 
-    def delta(self, weights: DeltaWeights) -> None:
-        assert self._delta is not None
+    def recurrent(self, weights: RecurrentWeights) -> None:
+        assert self._recurrent is not None
+        layers = self._recurrent.layers
         self._capture_residual()
         self._num_layers += 1
         self._norm(self._x, self._residual, weights.norm)
-        self._multiply(self._delta.inputs, self._x, weights.inputs)
-        self._delta.record(weights)
-        self._multiply(self._x, self._delta.out, weights.out)
+        self._multiply(layers.inputs, self._x, weights.inputs)
+        layers.record(weights)
+        self._multiply(self._x, layers.out, weights.out)
         self._add(self._x, None)
 
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
@@ -354,8 +355,8 @@ class TorchProgram(Program):
         self._ops.copy_blocks(self._memory, swap, sources.tolist(), targets.tolist())
 
     def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
-        assert self._delta is not None
-        self._delta.copy(torch.from_numpy(swapped).view(torch.float32), sources.tolist(), targets.tolist())
+        assert self._recurrent is not None
+        self._recurrent.copy(torch.from_numpy(swapped).view(torch.float32), sources.tolist(), targets.tolist())
 
     def logits(self) -> LogitArray:
         array: LogitArray = self._calls.view(self._logits).numpy()

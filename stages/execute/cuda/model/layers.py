@@ -27,7 +27,6 @@ from pipeline.stages.execute.cuda.ranks.link import RankLink
 from pipeline.stages.execute.program import (
     AnyVector,
     AttentionWeights,
-    DeltaWeights,
     Embedding,
     ExpertsWeights,
     Head,
@@ -35,6 +34,7 @@ from pipeline.stages.execute.program import (
     MlpWeights,
     Norm,
     ProgramBuilder,
+    RecurrentWeights,
 )
 
 EARLY_BYTES = 128 * 1024**2
@@ -162,7 +162,7 @@ class DeviceLayers(ProgramBuilder):
         qkv, out = self._gemm(weights.qkv, self._wide, QKV), self._gemm(weights.out, self._narrow, OUT)
         self._attentions.append((weights, qkv, out))
 
-    def delta(self, weights: DeltaWeights) -> None:
+    def recurrent(self, weights: RecurrentWeights) -> None:
         raise AssertionError("models with states are rejected before (models/features.py)")
 
     def mlp(self, weights: MlpWeights) -> None:

@@ -27,7 +27,6 @@ from pipeline.stages.execute.program import (
     AnyMatrix,
     AnyVector,
     AttentionWeights,
-    DeltaWeights,
     Embedding,
     ExpertsWeights,
     Head,
@@ -35,6 +34,7 @@ from pipeline.stages.execute.program import (
     Linear,
     MlpWeights,
     ProgramBuilder,
+    RecurrentWeights,
 )
 from pipeline.stages.execute.ranks.share import PANEL, Share, cut
 
@@ -96,7 +96,7 @@ class ShardBuilder(ProgramBuilder):
     def attention(self, weights: AttentionWeights) -> None:
         self._model.attention(self._attention(weights))
 
-    def delta(self, weights: DeltaWeights) -> None:
+    def recurrent(self, weights: RecurrentWeights) -> None:
         raise AssertionError("models with states are rejected before (models/features.py)")
 
     def mlp(self, weights: MlpWeights) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors
-from pipeline.kernels.delta_shape import TAPS, DeltaShape
+from pipeline.kernels.recurrent.delta import DeltaOptions, DeltaVectors
+from pipeline.kernels.recurrent.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.triton.delta import delta_rule
 from pipeline.kernels.triton.rows import StepArrays
 

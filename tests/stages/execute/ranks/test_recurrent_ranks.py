@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.layers.delta import slot_floats
+from pipeline.stages.execute.layers.recurrent import slot_floats
 from pipeline.stages.execute.ranks.share import share_of, value_heads_of
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import recurrent_models
@@ -50,7 +50,7 @@ def test_heads_that_are_dealt_unevenly(tmp_path: Path, isa: str, quantization: s
     compare(folder, isa, 2, kv_mib=2)
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_moe", "qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize("model", ["qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe"])
 def test_other_models(tmp_path: Path, model: str) -> None:
     folder, _ = recurrent_models.write(tmp_path, VARIANTS[model])
     compare(folder, ISAS[0], 2, kv_mib=2)

@@ -20,10 +20,10 @@ from pipeline.config.settings import Settings
 from pipeline.lora.peft_config import AdapterError
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
-from pipeline.stages.prepare.gguf import delta_net
 from pipeline.stages.prepare.gguf.architecture import GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.gguf.recurrent import delta_net, short_conv
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.lora.test_module_names import assert_same, matrices, modules_of
@@ -150,6 +150,7 @@ def test_blocks_of_experts_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_every_architecture_of_gguf_files_is_tested() -> None:
     tested = {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()}
-    elsewhere = {"llama", "qwen2", "qwen3", *delta_net.ARCHITECTURES}  # test_architectures.py, test_gguf_recurrent.py
+    # test_architectures.py, test_gguf_recurrent.py, test_gguf_short_conv.py
+    elsewhere = {"llama", "qwen2", "qwen3", *delta_net.ARCHITECTURES, *short_conv.ARCHITECTURES}
     encoders = {gguf.MODEL_ARCH_NAMES[one.arch] for one in ENCODERS.values()}
     assert tested | elsewhere | encoders == set(GGUF_ARCHITECTURES)

@@ -17,14 +17,14 @@ from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
-from pipeline.stages.execute.kv import KVPlan, SwapArray
-from pipeline.stages.execute.layers.delta import delta_shape, slot_floats
-from pipeline.stages.execute.program import DeltaWeights
+from pipeline.stages.execute.cpu.native.recurrent.slots import NativeSlots
+from pipeline.stages.execute.layers.delta import delta_shape
+from pipeline.stages.execute.program import DeltaWeights, RecurrentWeights
 from pipeline.stages.execute.ranks.share import Share, value_heads_of
 
 
 class NativeDelta:
-    """Records the recurrent layers of one program, and owns the slots of states and the memory between their ops."""
+    """Records the layers of one program, and owns the memory between their ops."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class NativeDelta:
         memory: NativeMemory,
         config: ModelConfig,
         inputs: StepInputs,
-        kv: KVPlan,
+        slots: NativeSlots,
         norms: NativeNorms,
         layers: NativeLayers,
         gathered: RankMemory,
         share: Share,
     ) -> None:
-        self._library, self._program, self._memory = library, program, memory
+        self._library, self._program, self._memory, self._slots = library, program, memory, slots
         self._inputs, self._norms, self._layers = inputs, norms, layers
         assert config.delta is not None
         self._delta, self._share = config.delta, share
@@ -47,11 +47,7 @@ class NativeDelta:
         """The value heads, of all heads of the model."""
         self._shape = shape = delta_shape(config, len(share.delta_keys))
         self._num = 0
-        num, self._num_slots = inputs.max_num_tokens, kv.num_state_slots
-        self.slot = kv.slot_bytes // 4 or slot_floats(config)
-        self.slots = memory.floats(kv.num_state_slots, self.slot)
-        """The address of float32 [slots, `slot`]."""
-        self._addresses = np.array([self.slots], np.uint64)
+        num = inputs.max_num_tokens
         self._in = memory.floats(num, shape.inputs)
         self._conv = memory.floats(num, shape.channels)
         self._gates = memory.floats(num, 2 * shape.value_heads)
@@ -59,18 +55,9 @@ class NativeDelta:
         self._width = config.delta.value_heads * config.delta.value_dim
         self._out = gathered.rows(num, self._width)
 
-    def blocks(self, swapped: SwapArray) -> native.NativeBlocks:
-        """The addresses of the slots, and of those in swap space, for copies."""
-        return native.NativeBlocks(
-            layers=self._addresses.ctypes.data,
-            swap=swapped.ctypes.data,
-            num_layers=1,
-            num_blocks=self._num_slots,
-            layer_bytes=4 * self.slot,
-        )
-
-    def emit(self, weights: DeltaWeights) -> None:
+    def emit(self, weights: RecurrentWeights) -> None:
         """Record a layer after its norm."""
+        assert isinstance(weights, DeltaWeights)
         library, memory, shape, delta = self._library, self._memory, self._shape, self._delta
         self._layers.begin()
         channels, rows = self._order()
@@ -83,10 +70,7 @@ class NativeDelta:
             *(*sizes, delta.beta, delta.eps, *(memory.vector(vector) for vector in vectors)),
             *(self._heads.ctypes.data, delta.value_heads),
         )
-        state = native.NativeDeltaState(
-            *(self.slots, self.slot, self._num * shape.slot),
-            *(self._inputs.state_reads.ctypes.data, self._inputs.state_writes.ctypes.data),
-        )
+        state = self._slots.state(self._num * shape.slot, self._inputs)
         self._num += 1
         form: ActivationForm = memory.form(weights.out.matrices[0])
         is_whole = self._share.is_whole

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from pipeline.kernels.delta_shape import SLICE, TAPS, DeltaShape
+from pipeline.kernels.recurrent.delta_shape import SLICE, TAPS, DeltaShape
 from pipeline.kernels.row_by_row import row_by_row
 from pipeline.kernels.step_inputs import StepInputs
 

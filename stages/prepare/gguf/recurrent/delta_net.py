@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.runtime.model.model_config import ModelConfig, Piece
 from pipeline.runtime.model.special_layers import DeltaNet
-from pipeline.stages.prepare.families.delta_net import conv_pieces, gate_pieces, input_pieces
+from pipeline.stages.prepare.families.recurrent.delta_net import conv_pieces, gate_pieces, input_pieces
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys, experts_of
 from pipeline.stages.prepare.gguf.metadata import Metadata
