@@ -9,18 +9,18 @@ of a text model in one for texts and images are at `language_model.model.layers`
 import re
 from collections.abc import Mapping
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 
 BASES: Mapping[str, str] = {"layers": "model.", "h": "transformer.", "blocks": "transformer."}
 """What `ForCausalLM` has before the list of layers, by the list's name."""
-OTHER_BASES: Mapping[Architecture, tuple[str, ...]] = {
+OTHER_BASES: Mapping[str, tuple[str, ...]] = {
     "gpt_neox": ("gpt_neox.", ""),
     "opt": ("model.decoder.", "decoder."),
 }
 """The same, and what the base model has, where that is something else."""
 TEXT_MODELS = ("model.language_model.", "language_model.model.", "language_model.")
 """The same in models for texts and images."""
-TEXT_ARCHITECTURES: frozenset[Architecture] = frozenset({"gemma3_text", "mistral", "ministral3"})
+TEXT_ARCHITECTURES: frozenset[str] = frozenset({"gemma3_text", "mistral", "ministral3"})
 """Those whose models are also text models of Gemma 3 and Mistral 3; a .gguf file doesn't say whether it was one."""
 
 _LAYER = re.compile(r"(?P<number>0|[1-9][0-9]{0,5})\.(?P<module>.+)", re.DOTALL)

@@ -6,6 +6,8 @@ one in `stages/prepare/gguf/architectures.py` for .gguf files.
 
 from typing import Any
 
+from pipeline.errors import UserError
+from pipeline.runtime.model import foreign
 from pipeline.runtime.model.model_config import Architecture
 from pipeline.stages.prepare.encoders import bert, modernbert, mpnet, nomic
 from pipeline.stages.prepare.families import (
@@ -33,6 +35,29 @@ HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, *RECURRENT, *ENCODERS)
     for name, architecture in family.ARCHITECTURES.items()
 }
+
+
+def find_architecture(model_type: object) -> HfArchitecture | None:
+    """The architecture with this name: ours, or that of an installed package. Raises UserError if a package is
+    broken."""
+    for name, ours in HF_ARCHITECTURES.items():
+        if name == model_type:
+            return ours
+    if not isinstance(model_type, str):
+        return None
+    if (found := foreign.find(model_type)) is None:
+        return None
+    architecture = found.load(found.config)
+    if not isinstance(architecture, HfArchitecture):
+        raise UserError(f"{found.config} of model_type {model_type!r} is no HfArchitecture")
+    return architecture
+
+
+def architecture_of(model_type: str) -> HfArchitecture:
+    """As `find_architecture`, of a model that was prepared."""
+    found = find_architecture(model_type)
+    assert found is not None, f"no architecture {model_type}"
+    return found
 
 
 def flags_of(architecture: HfArchitecture, keys: Keys) -> dict[str, Any]:

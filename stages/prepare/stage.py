@@ -23,7 +23,7 @@ from pipeline.config.values import hf_overrides
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.model import generation_config
+from pipeline.runtime.model import foreign, generation_config
 from pipeline.runtime.model.in_place import data_file, is_index
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, notes_of
@@ -257,6 +257,8 @@ def _converted_folder(
         add_reply_ends(folder, settings.supervisor.start_timeout_s)
 
     identity = identity or f"{path}|{folder_module.state(path)}"
+    if packages := foreign.installed():
+        identity += f"|{packages}"
     key = _key(name, f"{identity}|{quantization}" + (f"|{settings.hf_overrides}" if settings.hf_overrides else ""))
     return cache.ensure(key, origin or str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
 

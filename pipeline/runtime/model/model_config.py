@@ -72,7 +72,7 @@ Architecture = Literal[
     "gte",
     "new",
 ]
-"""`model_type` of config.json."""
+"""`model_type` of config.json, of the architectures that need no further package."""
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -155,8 +155,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     format: Literal[3] = 3
     name: str
     """The model's name for clients, unless `served_model_name` is set."""
-    architecture: Architecture
-    """Selects the code that computes the model."""
+    architecture: str
+    """Selects the code that computes the model: an `Architecture`, or that of a package (foreign.py)."""
     num_layers: int
     hidden_size: int
     intermediate_size: int

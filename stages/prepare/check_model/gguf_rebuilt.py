@@ -19,7 +19,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.pooler import PoolingKind
 from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
 from pipeline.runtime.model.special_layers import Experts
-from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.architectures import architecture_of
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES
 from pipeline.stages.prepare.sources.source import ModelError
@@ -40,7 +40,7 @@ def config_of(path: Path, ours: ModelConfig) -> Any:
     """The config of the model `ours` in transformers. Raises ModelError if transformers doesn't take it."""
     from transformers import AutoConfig
 
-    kind = HF_ARCHITECTURES[ours.architecture]
+    kind = architecture_of(ours.architecture)
     values = {**_sizes(ours), **_windows(ours), **_ropes(ours), **_experts(ours), **_flags(ours), **_own(ours)}
     keys = {kind.keys.get(key, key): value for key, value in values.items()}
     try:

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.runtime.model import foreign
+from pipeline.stages.prepare.architectures import find_architecture
 from pipeline.stages.prepare.check_model.pooled_reference import loader_of
 from pipeline.stages.prepare.families.architecture import text_part
 from pipeline.stages.prepare.families.keys import ConfigFault
@@ -66,6 +67,8 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     kind = config.pop("model_type", None)
     if not isinstance(kind, str):
         raise ModelError(f"{config_path}: model_type is {kind!r}; it must name an architecture")
+    if (package := foreign.find(kind)) is not None:
+        package.register()
     torch.manual_seed(seed)
     try:
         full = AutoConfig.for_model(kind, **config)
@@ -73,7 +76,8 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
         _check_keys(config_path, data)
         raise ModelError(f"{config_path}: transformers does not take this config: {why(error, config)}") from error
     try:
-        is_encoder = HF_ARCHITECTURES[kind].always.get("causal") is False if kind in HF_ARCHITECTURES else False
+        known = find_architecture(kind)
+        is_encoder = known is not None and known.always.get("causal") is False
         is_encoder = is_encoder or bool(config.get("use_bidirectional_attention"))
         changes = shrink(full) | (_encoder_ids(full) if is_encoder else {})
         shrunk = AutoConfig.for_model(kind, **{**config, **changes})
@@ -218,7 +222,7 @@ def _shrink_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
 def _check_keys(config_path: Path, data: bytes) -> None:
     """Raises ModelError if prepare knows which key of a config.json is wrong. transformers often does not say it."""
     config = msgspec.json.decode(data, type=dict[str, Any])
-    if config.get("model_type") in HF_ARCHITECTURES:
+    if find_architecture(config.get("model_type")) is not None:
         ConfigReader(config_path, config).model("tiny", [], {})
 
 

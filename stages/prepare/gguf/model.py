@@ -22,7 +22,7 @@ from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, NOTES
 from pipeline.runtime.model.rope import LongRope
-from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.architectures import architecture_of
 from pipeline.stages.prepare.encoders import pair_templates
 from pipeline.stages.prepare.encoders.pooler import with_pooler
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
@@ -227,7 +227,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     config = ModelConfig(
         name=name_of(path),
         # llama.cpp uses one name for both; only a Mistral has a window.
-        architecture="mistral" if name == "llama" and sliding_window else (architecture.model_type or name),  # type: ignore[arg-type]
+        architecture="mistral" if name == "llama" and sliding_window else (architecture.model_type or name),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=metadata.of_all_layers(keys["intermediate_size"], num_layers, inner),
@@ -259,7 +259,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         pieces |= gate_up_slices(config, STACKED)
     has_one_each = config.experts is None or any(FIRST_EXPERT.fullmatch(tensor) for tensor in tensors)
     experts = {} if has_one_each else STACKED_EXPERTS
-    layout, modules = Layout(pieces=pieces, experts=experts), HF_ARCHITECTURES[config.architecture].layout(config)
+    layout, modules = Layout(pieces=pieces, experts=experts), architecture_of(config.architecture).layout(config)
     return msgspec.structs.replace(config, layout=layout, modules=None if modules == layout else modules)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
-from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, flags_of
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.stages.prepare.architectures import architecture_of, find_architecture, flags_of
 from pipeline.stages.prepare.encoders.heads import Head
 from pipeline.stages.prepare.families.architecture import as_part, text_part
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys
@@ -52,7 +52,7 @@ class ConfigReader:
 
     def _model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
         name_of_kind = self.architecture()
-        kind = HF_ARCHITECTURES[name_of_kind]
+        kind = architecture_of(name_of_kind)
         self._config = dict(kind.adapt(self._config))
         given = {key: alias for alias, key in kind.aliases.items() if self._config.get(alias) is not None}
         self._config = {**self._config, **{key: self._config[alias] for key, alias in given.items()}}
@@ -116,31 +116,32 @@ class ConfigReader:
         check_shape(config, self.path, names)
         return config
 
-    def architecture(self) -> Architecture:
-        """The name of the architecture. Raises ModelError if it is not supported."""
+    def architecture(self) -> str:
+        """The name of the architecture. Raises ModelError if it is not supported, or UserError if it is that of a
+        broken package."""
         kind = self._config.get("model_type")
         classes = self._config.get("architectures") or []
         if not isinstance(classes, list):
             raise ModelError(f"{self.path}: architectures is {shown(classes)}; it must be a list of names")
-        for name, architecture in HF_ARCHITECTURES.items():
-            if kind == name:
-                if classes and not (isinstance(classes[0], str) and architecture.knows(classes[0])):
-                    labels = " or ".join(f"{architecture.stem}{end}" for end in architecture.heads)
-                    raise ModelError(
-                        f"{self.path}: architectures is {shown(classes)}; for model_type {kind!r} only "
-                        f"{architecture.class_name} is supported, and for labels {labels}"
-                    )
-                return name
-        raise ModelError(
-            f"{self.path}: model_type is {shown(kind)}, which is not supported; `pipeline models --supported` lists "
-            "those that are"
-        )
+        architecture = find_architecture(kind)
+        if architecture is None:
+            raise ModelError(
+                f"{self.path}: model_type is {shown(kind)}, which is not supported; `pipeline models --supported` "
+                "lists those that are"
+            )
+        if classes and not (isinstance(classes[0], str) and architecture.knows(classes[0])):
+            labels = " or ".join(f"{architecture.stem}{end}" for end in architecture.heads)
+            raise ModelError(
+                f"{self.path}: architectures is {shown(classes)}; for model_type {kind!r} only "
+                f"{architecture.class_name} is supported, and for labels {labels}"
+            )
+        return str(kind)
 
     def head(self) -> Head | None:
         """The head of the class in `architectures`, if that is one for labels. Call it after `model`. Raises
         ModelError."""
         classes = self._config.get("architectures") or [""]
-        make = HF_ARCHITECTURES[self.architecture()].head_of(classes[0])
+        make = architecture_of(self.architecture()).head_of(classes[0])
         try:
             return None if make is None else make(self._keys)
         except ConfigFault as fault:

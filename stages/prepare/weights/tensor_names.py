@@ -10,7 +10,7 @@ from collections.abc import Collection, Container, Iterable
 import msgspec
 
 from pipeline.runtime.model.model_config import EXPERTS, Layout, ModelConfig, Piece
-from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.architectures import architecture_of
 from pipeline.stages.prepare.families.architecture import TEXT_PREFIX
 
 OUTSIDE = (
@@ -45,7 +45,7 @@ def is_part(layout: Layout) -> bool:
 
 def with_layout_of(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """The config with the layout of the architecture's writer whose tensors have these names."""
-    for layout in (None, *HF_ARCHITECTURES[config.architecture].other_layouts):
+    for layout in (None, *architecture_of(config.architecture).other_layouts):
         other = config if layout is None else msgspec.structs.replace(config, layout=layout(config))
         found = with_names_of(other, names)
         if found.layout.find("model.layers.0.self_attn.o_proj.weight")[0] in names:
