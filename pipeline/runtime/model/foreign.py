@@ -34,12 +34,6 @@ class ForeignModel:
 
         return _load(EntryPoint(name, name, GROUP))
 
-    def register(self) -> None:
-        """Call `reference`."""
-        if self.reference is not None:
-            function: Callable[[], object] = self.load(self.reference)
-            function()
-
 
 @cache
 def find(model_type: str) -> ForeignModel | None:
@@ -59,6 +53,14 @@ def find(model_type: str) -> ForeignModel | None:
             raise UserError(f"entry point {one.name} = {one.value} of {packages[0]} is no ForeignModel")
         return model
     return None
+
+
+def register(model_type: object) -> None:
+    """Call the `reference` of the package that has a `model_type`, if one has. Raises UserError as `find`."""
+    package = find(model_type) if isinstance(model_type, str) else None
+    if package is not None and package.reference is not None:
+        function: Callable[[], object] = package.load(package.reference)
+        function()
 
 
 def installed() -> str:

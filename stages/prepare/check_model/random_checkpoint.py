@@ -67,8 +67,7 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     kind = config.pop("model_type", None)
     if not isinstance(kind, str):
         raise ModelError(f"{config_path}: model_type is {kind!r}; it must name an architecture")
-    if (package := foreign.find(kind)) is not None:
-        package.register()
+    foreign.register(kind)
     torch.manual_seed(seed)
     try:
         full = AutoConfig.for_model(kind, **config)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits, ProgramResults, ReferenceResults
 from pipeline.config.settings import Settings
 from pipeline.config.values import hf_overrides
+from pipeline.runtime.model import foreign
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.prepare.cache import Cache
@@ -178,6 +179,7 @@ def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any], *, is_
     logging.disable_progress_bar()
     how: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": False}
     config = decode_json(folder / "config.json", MAX_JSON_BYTES, dict[str, Any])
+    foreign.register(config.get("model_type"))
     if config.get("attn_logit_softcapping"):
         how["attn_implementation"] = "eager"  # the default ignores softcaps
     loader: Any = AutoModelForImageTextToText if config.get("model_type") in TEXT_PARTS else AutoModelForCausalLM

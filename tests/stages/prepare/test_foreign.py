@@ -18,6 +18,8 @@ from pipeline.errors import UserError
 from pipeline.runtime.model import foreign
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.architectures import find_architecture
+from pipeline.stages.prepare.check_model import random_checkpoint
+from pipeline.stages.prepare.check_model.reference import Reference
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add, settings
@@ -120,6 +122,31 @@ def test_a_package_may_have_a_builder_of_its_own(tmp_path: Path, install: Instal
     source, _ = saved(tmp_path)
     Driver(prepared(source, tmp_path), settings(kernels="torch", tokens=64, kv_mib=2))
     assert sys.modules["pipeline_cwm.build"].calls == ["cwm"]
+
+
+REFERENCE = """
+calls = []
+
+def register():
+    calls.append("registered")
+"""
+
+
+@pytest.mark.parametrize("what", ["a config", "a checkpoint"])
+def test_its_classes_are_registered_before_transformers_loads_the_model(
+    tmp_path: Path, install: Install, what: str
+) -> None:
+    files = files_of_docs() | {"pipeline_cwm/reference.py": REFERENCE}
+    files["pipeline_cwm/__init__.py"] = files["pipeline_cwm/__init__.py"].replace(
+        ":CWM", ':CWM", reference="pipeline_cwm.reference:register'
+    )
+    install(files)
+    source, _ = saved(tmp_path)
+    if what == "a config":
+        random_checkpoint.make(source / "config.json", tmp_path, seed=0)
+    else:
+        Reference(source)
+    assert sys.modules["pipeline_cwm.reference"].calls == ["registered"]
 
 
 def test_a_prepared_model_whose_package_is_gone(tmp_path: Path, install: Install) -> None:
