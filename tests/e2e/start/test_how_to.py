@@ -91,7 +91,7 @@ def test_clients_need_only_their_variables(server: Server, monkeypatch: pytest.M
 
 def test_settings_and_processes_change_and_the_server_stops_while_a_request_runs() -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-    limits = ("supervisor.drain_timeout_s=120", "supervisor.hang_timeout_s=120")
+    limits = ("supervisor.drain_timeout_s=120", "supervisor.hang_timeout_s=120", "gateway.late_stage_timeout_s=120")
     with Server(*limits) as server, ThreadPoolExecutor() as pool:
         port = server.url.rpartition(":")[2]
 

@@ -58,7 +58,7 @@ TAKE_JSON = {"deepseek-r1-distill"}
 
 TAKE_PARTS = {
     *("gemma3", "gemma4", "glm4.6", "glm4.7-flash", "granite4.0", "kimi-k2", "kimi-k2-thinking", "llama4"),
-    *("ministral3", "mistral3", "qwen3.5"),
+    *("lfm2.5", "ministral3", "mistral3", "qwen3.5"),
 }
 """Templates that iterate over content parts; for the others, transformers gets text."""
 
@@ -70,7 +70,9 @@ TAKE_THINKING = {"ministral3"}
 REFUSING = {"gemma2", "hermes3.tool_use", "kimi-k2-thinking", "seed-oss"}
 """Templates that do not accept every chat below. Kimi K2 Thinking's calls a method that the sandbox forbids."""
 
-FAIL_ON_NONE = {"gemma3", "glm4.6", "glm4.7-flash", "gpt-oss", "granite3.3", "llama4", "ministral3", "phi3.5"}
+FAIL_ON_NONE = {
+    *("gemma3", "glm4.6", "glm4.7-flash", "gpt-oss", "granite3.3", "lfm2", "lfm2.5", "llama4", "ministral3", "phi3.5")
+}
 """Templates that fail on a content of None, or write it. They don't test for it, so we pass them a text."""
 
 

@@ -47,6 +47,7 @@ MODELS = [
     Model("granite3.3", {}, OPTIONAL, OPTIONAL),
     Model("granite3.3", {"thinking": True}, OPTIONAL, OPTIONAL),
     Model("kimi-k2-thinking", {}, OPTIONAL, OPTIONAL),
+    Model("lfm2.5", {}, OPTIONAL, OPTIONAL),
     Model("ministral3", {}, OPTIONAL, OPTIONAL),
     Model("qwen3", {}, OPTIONAL, OPTIONAL),
     Model("qwen3", {"enable_thinking": False}, OVER, OVER),
