@@ -2,11 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.cli.no_server import ANY_HOST, LOOPBACK, START_ONE, host_and_port, no_server
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.supervisor.admin.admin_client import Admin, find_servers
+
+MAX_ASKED = 32
+"""Servers at once."""
 
 
 def choose_server(args: argparse.Namespace, *, takes_any_model: bool = False) -> str:
@@ -42,16 +46,22 @@ def choose_server(args: argparse.Namespace, *, takes_any_model: bool = False) ->
 
 
 def look(names: Sequence[str]) -> tuple[list[ServerStats], list[str]]:
-    """The stats of these servers, and the problems of those that do not answer."""
-    found: list[ServerStats] = []
-    silent: list[str] = []
-    for name in names:
-        try:
-            with Admin(name) as server:
-                found.append(server.stats())
-        except UserError as error:
-            silent.append(str(error))
-    return found, silent
+    """The stats of these servers, and the problems of those that do not answer. All are asked at once: each may take
+    seconds to find that one of its stages hangs."""
+    if not names:
+        return [], []
+    with ThreadPoolExecutor(min(len(names), MAX_ASKED)) as threads:
+        answers = list(threads.map(_stats_of, names))
+    return [one for one in answers if not isinstance(one, str)], [one for one in answers if isinstance(one, str)]
+
+
+def _stats_of(name: str) -> ServerStats | str:
+    """Of a server, or the problem."""
+    try:
+        with Admin(name) as server:
+            return server.stats()
+    except UserError as error:
+        return str(error)
 
 
 def is_selected(args: argparse.Namespace) -> bool:

@@ -1,7 +1,11 @@
 """Which running server `ps`, `top`, `trace` and `record` choose."""
 
 import argparse
+import os
 import socket
+import threading
+import time
+import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,6 +19,7 @@ from pipeline.cli.server_options import add_server_options
 from pipeline.cli.watch import ps
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
+from pipeline.supervisor.admin import admin_client
 from tests.metrics.test_exposition import server
 
 Run = Callable[[Sequence[ServerStats]], None]
@@ -178,3 +183,19 @@ def test_the_only_server_may_have_several_models(running: Run) -> None:
         choose()
     args = argparse.Namespace(port=None, url=None, pid=None, model=None)
     assert choose_server(args, takes_any_model=True) == "44-ab", "as `pipeline stop` asks: all have its pid"
+
+
+def test_all_servers_are_asked_at_once_and_those_that_have_ended_cost_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Barrier(3)
+
+    class Silent(admin_client.Admin):
+        def stats(self, timeout_s: float = 0.0) -> ServerStats:
+            asked.wait(60)  # broken, if they are asked one after the other
+            return super().stats(timeout_s)
+
+    monkeypatch.setattr(server_choice, "Admin", Silent)
+    names = [f"{os.getpid()}-{uuid.uuid4().hex[:8]}" for _ in range(3)]
+    begun_s = time.monotonic()
+    assert server_choice.look(names) == ([], [f"server {name} has ended" for name in names])
+    assert time.monotonic() - begun_s < admin_client.STAGES_S + admin_client.ANSWER_S
+    assert server_choice.look([]) == ([], [])

@@ -48,6 +48,12 @@ def is_running(server: str) -> bool:
     return is_listening(admin_server.address_of(server).removeprefix("ipc://@"), int(server.partition("-")[0]))
 
 
+def _is_open(address: str) -> bool:
+    """Whether some process listens there, even if so many wait for it that it takes no further connection."""
+    name = address.removeprefix("ipc://")
+    return any(name in _sockets() for _ in range(2))  # twice, as in `find_servers`
+
+
 def _sockets() -> str:
     return Path("/proc/net/unix").read_text()
 
@@ -166,12 +172,14 @@ class Admin:
         return False
 
     def _connect(self, end: float) -> bool:
-        """Wait for a connection to a server of this user. Returns whether there is one. Raises UserError if another
-        user owns it."""
+        """Wait for a connection to a server of this user. Returns whether there is one. Raises UserError if the server
+        has ended, or if another user owns it."""
         while True:
             for event, fd in self._monitor.take():
                 self._is_connected = event == zmq.EVENT_CONNECTED
                 if not self._is_connected:
+                    if not _is_open(self._address):
+                        raise UserError(f"server {self.server} has ended")
                     time.sleep(RETRY_S)
                     connect_again(self._socket, self._address)
                 else:
