@@ -22,6 +22,8 @@ LONG_BYTES = 20_000
 """With most tokenizers: about 10 ms of work."""
 LOOP_S = 0.05
 """The most that a text in the loop may take."""
+GUESS_S = LOOP_S / 2
+"""The same for what is guessed from shorter texts: later ones take longer when others use the CPU's caches."""
 PIECES = ("1", "½", "a", "A", "1a", " ", "\n", " \n", "!", "é", "一", "가", "\u0301")
 """Texts of one of these again and again are tried."""
 SIZES = (20, 128, 1024, 4096)
@@ -71,7 +73,7 @@ class LoopTexts:
 
 
 def longest(tokenizer: Tokenizer) -> int:
-    """The bytes of the longest text that is encoded in less than LOOP_S, as far as texts of PIECES tell; at most
+    """The bytes of the longest text that is encoded in less than GUESS_S, as far as texts of PIECES tell; at most
     LONG_BYTES. Takes about 20 ms, in which other threads run."""
     return min(_longest_of(tokenizer, piece) for piece in PIECES)
 
@@ -80,12 +82,12 @@ def _longest_of(tokenizer: Tokenizer, piece: str) -> int:
     before_s = 0.0
     for index, size in enumerate(SIZES):
         text = piece * (size // len(piece.encode())) + END
-        if (took_s := _took_s(tokenizer, text)) > LOOP_S / 10:
+        if (took_s := _took_s(tokenizer, text)) > GUESS_S / 5:
             took_s = min(took_s, _took_s(tokenizer, text))  # the process may have done something else as well
-        if took_s > LOOP_S or size == SIZES[-1]:
+        if took_s > GUESS_S or size == SIZES[-1]:
             factor = size / SIZES[index - 1] if index else 2.0
             growth = max(1.0, math.log(took_s / (before_s or took_s / 4), factor))
-            return min(LONG_BYTES, int(size * (LOOP_S / took_s) ** (1 / growth)))
+            return min(LONG_BYTES, int(size * (GUESS_S / took_s) ** (1 / growth)))
         before_s = took_s
     raise AssertionError("the last size returns")
 
