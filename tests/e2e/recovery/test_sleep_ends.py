@@ -136,13 +136,17 @@ def test_an_executor_that_wakes_takes_memory_for_the_blocks_that_it_uses(tiny_mo
         server.look()
         return int(server.stage("execute").memory_info().rss)
 
-    with Server(*sets(tiny_model, "0"), "execute.kv_cache_bytes=512MiB", "gateway.enable_sleep_mode=true") as server:
-        server.until(lambda _: resident_bytes() > 512 << 20)  # it is touched beside the steps
+    def until_touched() -> None:
+        """By a thread of the lowest priority, which gets 1.5 % of a core where others compute."""
+        server.until(lambda _: resident_bytes() > 192 << 20, timeout_s=120)
+
+    with Server(*sets(tiny_model, "0"), "execute.kv_cache_bytes=192MiB", "gateway.enable_sleep_mode=true") as server:
+        until_touched()
         sleep(server)
         wake_up(server)
         complete(server, PROMPT, 20)
-        assert resident_bytes() < 256 << 20
+        assert resident_bytes() < 128 << 20
         kill(pids(server)["execute.0"])
         server.until(lambda health: health["status"] == "ok")
         # One that died awake had not left a saved KV cache, so that all of it is touched.
-        server.until(lambda _: resident_bytes() > 512 << 20)
+        until_touched()
