@@ -178,12 +178,18 @@ def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+def wait_for_pages() -> None:
+    """Wait for the threads that touch KV memory, once for each program."""
+    for thread in threading.enumerate():
+        if thread.name == "kv pages":
+            thread.join(60)
+
+
 def test_threads_end_with_the_program_and_closing_twice_is_harmless(tiny: Path) -> None:
+    wait_for_pages()  # of earlier programs
     before = num_threads()
     driver = Native(tiny, ISAS[0], threads=4)
-    for thread in threading.enumerate():
-        if thread.name == "kv pages":  # it touches the memory once, with one more
-            thread.join(60)
+    wait_for_pages()
     assert num_threads() == before + 3
     driver.generate([random_ids(10, 0)], 3)
     driver.runner.close()
