@@ -13,7 +13,6 @@ import gc
 import logging
 import os
 import socket
-from pathlib import Path
 
 import uvloop
 
@@ -247,9 +246,9 @@ class ModelGateways:
                     os.close(fd)
 
     async def _run(self, launch: m.Launch) -> None:
-        model = await self._reading.run(ServedModel.load, Path(launch.model_dir), launch.settings)
-        stage: Stage[m.GatewayInbox] = open_stage(launch, m.GatewayInbox)
+        stage: Stage[m.GatewayInbox] = open_stage(launch, m.GatewayInbox)  # first: it owns the launch's descriptors
         try:
+            model = await self._reading.run(ServedModel.load, stage.model_dir, stage.settings)
             gateway = GatewayStage(stage, model, self)
             self._table.add(launch.model, gateway)
             try:
