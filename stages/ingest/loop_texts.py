@@ -22,7 +22,7 @@ LONG_BYTES = 20_000
 """With most tokenizers: about 10 ms of work."""
 LOOP_S = 0.05
 """The most that a text in the loop may take."""
-GUESS_S = LOOP_S / 2
+GUESS_S = 0.7 * LOOP_S
 """The same for what is guessed from shorter texts: later ones take longer when others use the CPU's caches."""
 PIECES = ("1", "½", "a", "A", "1a", " ", "\n", " \n", "!", "é", "一", "가", "\u0301")
 """Texts of one of these again and again are tried."""
