@@ -37,8 +37,8 @@ from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.restart.recovery import MAX_FAILED_STARTS
-from pipeline.supervisor.restart.server_restart import NO_LIMIT_S, RestartOrder, ServerRestart
 from pipeline.supervisor.restart.server_restart import Done as RestartDone
+from pipeline.supervisor.restart.server_restart import RestartOrder, ServerRestart
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.listeners import url_of, zmq_address
 from pipeline.supervisor.shared.resources import SharedResources
@@ -279,15 +279,17 @@ class Supervisor:
     def _drain_all(self, gateways: list[str], drain: m.Drain) -> int:
         """Let open streams end. Returns an exit code."""
         timeout_s, self._loop.state.keeps_sockets = drain.deadline_s, drain.has_successor
-        shown = "none" if timeout_s == NO_LIMIT_S else timeout_s
+        end_s = time.monotonic() + timeout_s
+        shown = "none" if timeout_s == m.NO_LIMIT_S else timeout_s
         self._log_event("draining", timeout_s=shown, stop_now="Ctrl-C or SIGTERM again")
         for name in gateways:
             self._loop.table.outboxes[name].send(drain)
         code = self._run_until_stopped(lambda: self._are_drained(gateways), timeout_s + NOTIFY_CLIENTS_S)
-        if code != EXIT_OK or not drain.has_successor or drain.is_again or self._are_drained(gateways):
+        left_s = end_s - time.monotonic()
+        if code != EXIT_OK or not drain.has_successor or drain.is_again or self._are_drained(gateways) or left_s <= 0:
             return code
         # The first signal since this server was replaced: it and the next one end as any server does.
-        limit_s = self._resources.settings.supervisor.drain_timeout_s
+        limit_s = min(left_s, self._resources.settings.supervisor.drain_timeout_s)
         return self._drain_all(gateways, m.Drain(limit_s, is_leaving=True, has_successor=True, is_again=True))
 
     @property

@@ -15,8 +15,6 @@ from pipeline.stages.gateway.replayed import ENDS, SHUTTING_DOWN
 
 FAIL_S = 1.5
 """After the deadline of a drain: time for streams to send their error, and for the stages to close them."""
-LONG_S = 86400.0
-"""A deadline from which on it is none for the log."""
 LINGER_S = 1.0
 """A gateway that leaves accepts connections for this long: the kernel gives new ones to others, and these are those
 whose handshake had begun."""
@@ -80,7 +78,7 @@ class Draining:
 
     async def _drain(self, deadline_s: float, *, has_successor: bool) -> None:
         """Wait until the deadline for open streams to finish, fail the rest, then report that nothing is open."""
-        shown = "none" if deadline_s > LONG_S else deadline_s
+        shown = "none" if deadline_s == m.NO_LIMIT_S else deadline_s
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": shown}})
         name = b""
         if self._requests.num_requests and deadline_s and (has_successor or not self._readiness.is_leaving):

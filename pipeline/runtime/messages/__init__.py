@@ -64,6 +64,7 @@ from pipeline.runtime.messages.execute import (
     UseAdapters,
 )
 from pipeline.runtime.messages.gateway import (
+    NO_LIMIT_S,
     AbortRequests,
     Accepted,
     AdapterSet,
@@ -163,6 +164,7 @@ __all__ = [
     "MAX_SHOWN_IDS",
     "NAN_LOGITS",
     "NOTHING_LEFT",
+    "NO_LIMIT_S",
     "Abort",
     "AbortRequests",
     "Accepted",

@@ -128,6 +128,10 @@ class Health(Message, frozen=True, tag="health"):
 FinishAt = Literal["request", "sentence", "now"]
 
 
+NO_LIMIT_S = 365 * 86400.0
+"""The deadline of a drain without one."""
+
+
 class Drain(Message, frozen=True, tag="drain"):
     """Accept no more requests; answer `Drained` when the last stream has ended. Streams that are open at the deadline
     end with a final event that names the reason."""

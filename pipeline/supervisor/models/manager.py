@@ -40,7 +40,7 @@ from pipeline.supervisor.models.shared_gateway import SharedGateway
 from pipeline.supervisor.models.waiting import WaitingModels
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.restart.recovery import RestartBudget
-from pipeline.supervisor.restart.server_restart import NO_LIMIT_S, ServerRestart
+from pipeline.supervisor.restart.server_restart import ServerRestart
 from pipeline.supervisor.restart.take_over import TakeOver
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.listeners import url_of, zmq_address
@@ -155,7 +155,7 @@ class ModelManager:
         self._waiting.clear()
         drain = self._restart.drain
         timeout_s = self._settings.supervisor.drain_timeout_s if drain is None else drain.deadline_s
-        self._info("draining", timeout_s="none" if timeout_s == NO_LIMIT_S else timeout_s)
+        self._info("draining", timeout_s="none" if timeout_s == m.NO_LIMIT_S else timeout_s)
         for one in self._models.values():
             self._unload(one, drain)
         while any(one.thread is not None for one in self._models.values()):

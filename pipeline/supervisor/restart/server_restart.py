@@ -54,8 +54,6 @@ Done = Callable[[int, str], None]
 
 AskRestart = Callable[[RestartOrder, Done], None]
 
-NO_LIMIT_S = 365 * 86400.0
-
 
 class ServerRestart:
     """Owns the successor until it serves, and what this process becomes at its end."""
@@ -95,7 +93,7 @@ class ServerRestart:
         if order is None or not self.is_due:
             return None
         return m.Drain(
-            order.drain_s or NO_LIMIT_S,
+            order.drain_s or m.NO_LIMIT_S,
             is_leaving=True,
             has_successor=True,
             finish=order.finish,
