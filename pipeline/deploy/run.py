@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pipeline.config.load import ConfigError
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
-from pipeline.runtime.queues.work_pool import WorkPool
+from pipeline.runtime.queues.work_pool import WorkPool, share_interpreter
 from pipeline.runtime.security.api_keys import Keys
 
 FIRST_ANSWER_S = 5.0
@@ -30,6 +30,7 @@ def serve(
     free, ConfigError if the certificate can't be read, UserError if the access log can't be written."""
     from uvloop import run  # behind --help
 
+    share_interpreter()
     return run(_serve(addresses, settings, keys, read_again))
 
 

@@ -24,6 +24,7 @@ from pipeline.runtime.log.log_file import dropped_log
 from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.runtime.model.pooler import LAST_TOKEN
 from pipeline.runtime.process import heap
+from pipeline.runtime.queues.work_pool import share_interpreter
 from pipeline.runtime.security.api_keys import Keys
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.async_inbox import AsyncInbox
@@ -55,6 +56,7 @@ from pipeline.stages.gateway.zmq.serving.model import OnlyModel
 
 def run(launch: m.Launch) -> None:
     """Run the stage until `Stop`."""
+    share_interpreter()
     heap.unmap_large_blocks()
     stage: Stage[m.GatewayInbox]
     with (

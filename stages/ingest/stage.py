@@ -12,7 +12,6 @@ separate process checks grammars (grammar_checker.py) while their requests wait.
 
 import asyncio
 import functools
-import sys
 import time
 from typing import assert_never
 
@@ -28,6 +27,7 @@ from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.process import heap
+from pipeline.runtime.queues.work_pool import share_interpreter
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.async_inbox import AsyncInbox
 from pipeline.stages.ingest import grammar_checker, loop_texts, reply_grammar
@@ -67,13 +67,10 @@ SLICE_S = 0.01
 MAX_TOGETHER = 32
 """Prompts whose ids are sent together at most: they wait for each other for about a millisecond."""
 
-SWITCH_S = 0.001
-"""How long the loop waits for the GIL while a thread renders a template; Python's default is 5 ms."""
-
 
 def run(launch: Launch) -> None:
     """Run the stage until `Stop`."""
-    sys.setswitchinterval(SWITCH_S)
+    share_interpreter()
     heap.unmap_large_blocks()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(launch))

@@ -19,6 +19,19 @@ def uses_of_the_default_pool(source: str) -> Iterator[int]:
                 yield node.lineno
 
 
+def starts_a_loop(source: str) -> bool:
+    """Whether a module runs uvloop's loop."""
+    return "uvloop.new_event_loop" in source or "from uvloop import run" in source
+
+
+def test_each_loop_of_a_server_has_pythons_lock_soon_beside_its_threads() -> None:
+    """With Python's default, two threads that load adapters held up the streams of all models by 60 ms and more."""
+    sources = [(path, path.read_text("utf-8")) for folder in SERVERS for path in (ROOT / folder).rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix(): source for path, source in sources if starts_a_loop(source)}
+    assert len(found) >= 4
+    assert [path for path, source in found.items() if "    share_interpreter()\n" not in source] == []
+
+
 def test_no_server_process_uses_the_default_thread_pool() -> None:
     assert list(uses_of_the_default_pool("await asyncio.to_thread(f)\nloop.run_in_executor(None, f)\nto_thread(f)"))
     paths = [path for folder in SERVERS for path in (ROOT / folder).rglob("*.py")]

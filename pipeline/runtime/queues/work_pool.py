@@ -6,6 +6,7 @@ name.
 """
 
 import asyncio
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,16 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+SWITCH_S = 0.001
+"""How long a loop waits for Python's lock (the GIL) while a thread has it; Python's default is 5 ms."""
+
+
+def share_interpreter() -> None:
+    """Let the loop of this process have Python's lock soon when pools' threads work. uvloop takes the lock for each
+    callback, so with two threads the default would hold up a turn by 10 ms for each, and by 0.1 s now and then."""
+    sys.setswitchinterval(SWITCH_S)
 
 
 class PoolFull(Exception):

@@ -40,7 +40,7 @@ from pipeline.runtime.messages.models import (
 )
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.descriptors import renumbered
-from pipeline.runtime.queues.work_pool import WorkPool
+from pipeline.runtime.queues.work_pool import WorkPool, share_interpreter
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.admin.served_model import ServedModel
@@ -66,6 +66,7 @@ MAX_CLOSING = 8
 
 def run(launch: m.Launch) -> None:
     """Run the process until `StopProcess`, or until the supervisor's socket closes."""
+    share_interpreter()
     heap.unmap_large_blocks()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         descriptors.raise_limit(topology.max_open_of_one(launch.settings), logging.getLogger("pipeline"))
