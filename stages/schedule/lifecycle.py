@@ -141,13 +141,12 @@ class SequenceLifecycle:
             self._wait(sequence)
 
     def suspect(self, request: RequestState) -> None:
-        """A new request, or its attempt before, was in work when a process crashed: it runs beside few others at first.
-        Call it before its sequences are added."""
-        was_active = self.quarantine.is_active
-        rows = self._rows
+        """A process crashed that had a new request in work: it runs beside few. Call it before adding its sequences."""
+        was_active, rows = self.quarantine.is_active, self._rows
         new = rows.order[rows.num_tokens[rows.order] == rows.num_resumed_tokens[rows.order]].tolist()
         uncleared = dict.fromkeys(one.request.request_id for row in new if (one := rows.sequences[row]) is not None)
-        self.quarantine.add(request.request_id, uncleared, request.n)
+        runs = bool(rows or self.swapped or self._in_flight.steps)
+        self.quarantine.add(request.request_id, uncleared, request.n, others_run=runs)
         if not was_active:
             self.preemptor.reset()  # those that rows were preempted for are held, too
             self._wait_again()
@@ -202,6 +201,7 @@ class SequenceLifecycle:
             self._hold_others()
             if self._in_flight.steps:
                 return False  # they compute the others
+            self.list_suspects()
         self.quarantine.next_group()
         held, self.held = self.held, SequenceQueue()
         for sequence in held:

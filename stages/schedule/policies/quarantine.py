@@ -67,9 +67,12 @@ class Quarantine:
         """Whether a process has crashed that had this request in work, and it was not cleared since."""
         return request_id in self._crash_counts
 
-    def add(self, request_id: int, uncleared: Iterable[int], num_sequences: int = 1) -> None:
-        """A suspect has come. If there were no others here, the first group is what runs and is `uncleared`."""
-        if not self._groups and (others := dict.fromkeys(uncleared, 1)):
+    def add(
+        self, request_id: int, uncleared: Iterable[int], num_sequences: int = 1, *, others_run: bool = False
+    ) -> None:
+        """A suspect has come. If there were no others here, the first group is what runs and is `uncleared`: none, if
+        all that runs got ids already (`others_run`), so that it stops before a smaller group runs."""
+        if not self._groups and ((others := dict.fromkeys(uncleared, 1)) or others_run):
             self._groups.append(Group(others))
         self._insert(request_id, num_sequences, num_running=1)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.policies.quarantine import GROUP_SIZES, Quarantine
+from pipeline.stages.schedule.policies.quarantine import GROUP_SIZES, NUM_CLEARING_IDS, Quarantine
 from pipeline.supervisor.crashes.crash_counts import MAX_CRASHES, CrashCounts
 from tests.fakes import inline
 from tests.slices import part_of
@@ -252,6 +252,30 @@ def test_a_successor_runs_suspects_in_groups_and_lists_them() -> None:
     bench.run()
     bench.check_outputs()
     assert len(bench.finished) == 12 and not bench.errors
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_suspect_of_a_small_group_runs_alone_also_if_the_others_that_run_have_ids(depth: int) -> None:
+    """It comes late, because its gateway does: found by tests/recovery, seed 1319."""
+    bench = Bench(config(max_num_seqs=4), depth)
+    first = bench.admit(range(10), max_tokens=50)
+    bench.fill()
+    for _ in range(3):
+        bench.answer()
+        bench.fill()
+        bench.report()
+    suspect = bench.admit(range(20, 30), max_tokens=50, num_crashes=2)
+    listed = []
+    while bench.scheduler.lifecycle.quarantine.is_active:
+        bench.fill()
+        if suspect in {bench.scheduler.rows.sequences[row].request.request_id for row in bench.scheduler.rows.order}:
+            listed.append(bench.suspects)
+        bench.answer()
+        bench.report()
+    assert len(listed) >= NUM_CLEARING_IDS and listed.count([suspect]) == len(listed)
+    bench.run()
+    bench.check_outputs()
+    assert len(bench.finished) == 2 and not bench.errors and first in bench.scheduler.requests
 
 
 def test_a_suspect_is_not_listed_alone_beside_one_that_is_cleared() -> None:
