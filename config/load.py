@@ -63,7 +63,8 @@ def load(
     files = [] if path is None else [(str(path), read_file(path))]
     for origin, table in files:
         if MODELS in table:
-            raise ConfigError([f"{origin}: [{MODELS}.NAME]: several models: only `pipeline serve` takes these tables"])
+            takers = "only `pipeline serve` and `pipeline config` take these tables"
+            raise ConfigError([f"{origin}: [{MODELS}.NAME]: several models: {takers}"])
     return merge(files, sets, flags, tables, options, warn)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from pipeline.config.keys import Key, Section, needs, sections, value_of
+from pipeline.config.load import MODELS
+from pipeline.config.models import ServerSettings
 from pipeline.config.settings import Settings
 
 WIDTH = 100
@@ -15,6 +17,23 @@ WIDTH = 100
 def as_toml(settings: Settings) -> str:
     """Every key with its value, above it what it is for, what it may be and what it is by default."""
     return "\n".join("\n".join(_table(table, settings)) for table in sections())
+
+
+def server_as_toml(server: ServerSettings) -> str:
+    """As `as_toml`. Of several models, behind what they share, each in a table with the keys in which it differs."""
+    tables = [as_toml(server.shared)]
+    for name, settings in server.models.items():
+        for table in sections():
+            values = [(key, value_of(settings, key)) for key in table.keys if key.dotted != "served_model_name"]
+            lines = [
+                f"{key.name} = {_value(value, key)}"
+                for key, value in values
+                if key.dotted == "model" or value != value_of(server.shared, key)
+            ]
+            if lines:
+                section = f"{MODELS}.{_literal(name)}{f'.{table.name}' if table.name else ''}"
+                tables.append("\n".join([f"[{section}]", *lines, ""]))
+    return "\n".join(tables)
 
 
 def _table(table: Section, settings: Settings) -> list[str]:

@@ -102,7 +102,7 @@ def test_a_setting_of_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_commands_for_one_model_refuse_the_tables(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="only `pipeline serve` takes these tables"):
+    with pytest.raises(ConfigError, match="only `pipeline serve` and `pipeline config` take"):
         load(file_of(tmp_path, TWO))
 
 

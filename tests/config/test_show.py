@@ -12,9 +12,11 @@ from msgspec import Meta
 
 from pipeline.config.keys import Key, needs, sections, value_of
 from pipeline.config.load import load, presets
+from pipeline.config.models import ServerSettings, load_server
 from pipeline.config.rules import remarks
 from pipeline.config.settings import Settings
-from pipeline.config.show import as_toml
+from pipeline.config.show import as_toml, server_as_toml
+from pipeline.stages.prepare.sources import library
 
 ALL_KEYS = [key for section in sections() for key in section.keys]
 
@@ -40,10 +42,31 @@ def test_every_field_of_the_tree_is_a_key() -> None:
 
 @pytest.mark.parametrize("name", presets())
 def test_shown_settings_load_again(name: str, tmp_path: Path) -> None:
-    settings = load(presets()[name])
+    server = load_server(presets()[name])
     path = tmp_path / "shown.toml"
-    path.write_text(as_toml(settings), "utf-8")
-    assert load(path) == settings
+    path.write_text(server_as_toml(server), "utf-8")
+    assert load_server(path) == server
+
+
+def test_of_several_models_the_differences_are_shown_and_load_again(tmp_path: Path) -> None:
+    given, shown = tmp_path / "given.toml", tmp_path / "shown.toml"
+    given.write_text(
+        "memory_bytes = '4GiB'\nkeys = []\n[execute]\nkv_cache_bytes = '64MiB'\n[models.a]\nmodel = 'x'\npinned = true\n"
+        "[models.'qwen3:0.6b']\nmodel = 'y'\naliases = ['q\"']\n[models.'qwen3:0.6b'.execute]\nkv_cache_bytes = 0\n",
+        "utf-8",
+    )
+    text = server_as_toml(server := load_server(given))
+    shown.write_text(text, "utf-8")
+    assert load_server(shown) == server
+    assert text.endswith(
+        '[models."a"]\nmodel = "x"\npinned = true\n\n[models."qwen3:0.6b"]\nmodel = "y"\naliases = ["q\\""]\n\n'
+        '[models."qwen3:0.6b".execute]\nkv_cache_bytes = 0\n'
+    )
+
+
+def test_the_models_of_presets_are_well_known_names() -> None:
+    models = [one.model for path in presets().values() for one in load_server(path).models.values()]
+    assert models and [name for name in models if library.find(name) is None] == []
 
 
 @given(
@@ -71,8 +94,12 @@ def test_the_default_preset_is_what_config_show_prints() -> None:
     )
 
 
+def _remarks(server: ServerSettings) -> list[str]:
+    return [text for one in (server.shared, *server.models.values()) for text in remarks(one)]
+
+
 def test_presets_cause_no_remarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {name: remarks(load(path)) for name, path in presets().items()} == {name: [] for name in presets()}
+    assert {name: _remarks(load_server(path)) for name, path in presets().items()} == {name: [] for name in presets()}
 
 
 def test_presets_begin_with_their_purpose() -> None:

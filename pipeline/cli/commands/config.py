@@ -4,7 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeline.cli.commands.settings import Commands, add_settings, print_warning, settings_of
+from pipeline.cli.commands.settings import (
+    Commands,
+    add_settings,
+    print_warning,
+    server_settings_of,
+    source_of,
+)
 
 
 def add(commands: Commands) -> None:
@@ -19,7 +25,8 @@ def add(commands: Commands) -> None:
     show = actions.add_parser(
         "show",
         help="print all settings as a TOML file",
-        description="Print the effective settings as a TOML file with a description of every key.",
+        description="Print the effective settings as a TOML file with a description of every key; of several models, each in a "
+        "table with the keys in which it differs.",
         allow_abbrev=False,
     )
     add_settings(show)
@@ -45,9 +52,9 @@ def add(commands: Commands) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from pipeline.config.show import as_toml
+    from pipeline.config.show import server_as_toml
 
-    sys.stdout.write(as_toml(settings_of(args)))
+    sys.stdout.write(server_as_toml(server_settings_of(source_of(args), ())))
     return 0
 
 
