@@ -51,7 +51,7 @@ def test_shown_settings_load_again(name: str, tmp_path: Path) -> None:
 def test_of_several_models_the_differences_are_shown_and_load_again(tmp_path: Path) -> None:
     given, shown = tmp_path / "given.toml", tmp_path / "shown.toml"
     given.write_text(
-        "memory_bytes = '4GiB'\nkeys = []\n[execute]\nkv_cache_bytes = '64MiB'\n[models.a]\nmodel = 'x'\npinned = true\n"
+        "memory_bytes = '4GiB'\n[execute]\nkv_cache_bytes = '64MiB'\n[models.a]\nmodel = 'x'\npinned = true\n"
         "[models.'qwen3:0.6b']\nmodel = 'y'\naliases = ['q\"']\n[models.'qwen3:0.6b'.execute]\nkv_cache_bytes = 0\n",
         "utf-8",
     )
