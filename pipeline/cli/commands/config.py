@@ -25,8 +25,8 @@ def add(commands: Commands) -> None:
     show = actions.add_parser(
         "show",
         help="print all settings as a TOML file",
-        description="Print the effective settings as a TOML file with a description of every key; of several models, each "
-        "in a table with the keys in which it differs.",
+        description="Print the effective settings as a TOML file with a description of every key; of several models, "
+        "each in a table with the keys in which it differs.",
         allow_abbrev=False,
     )
     add_settings(show)
