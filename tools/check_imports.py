@@ -35,7 +35,7 @@ FLOORS = (
     ("errors", "own_files", "version"),
     ("metrics", "torch_needed"),
     ("runtime",),
-    ("client", "lora", "replay", "routing", "text"),
+    ("client", "lora", "media", "replay", "routing", "text"),
     ("grammars", "http_server"),
     ("supervisor",),
     ("hosts",),

@@ -50,7 +50,7 @@ from pipeline.stages.prepare.tokenizers import given_template
 
 SILENT = SilentProgress()
 
-FORMAT = 26
+FORMAT = 27
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 

@@ -157,7 +157,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [(("pipeline", *LINKED), ("cuda", "ray")), (("tests", "tools"), ("dev", "cuda", "ray"))],
+    [(("pipeline", *LINKED), ("cuda", "media", "ray")), (("tests", "tools"), ("dev", "cuda", "ray"))],
     ids=["package", "tests"],
 )
 def test_every_import_is_declared(folders: tuple[str, ...], extras: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ tokenizer.json        for the `tokenizers` package
 added_tokens.jsonl    its added tokens, for the gateway (pipeline/text/formats/added_tokens.py)
 chat_template.jinja   missing if the model has none
 chat_template.tool_use.jinja   for chats with tools, if the model has a separate template
+media.json            how images are processed (pipeline/media/config.py); missing if the model reads none
 notes.txt             lines about what the model's files say in two ways; missing if there are none
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
 in_place-1.json       named there too: the tensors that are read from a .gguf file (in_place.py)

@@ -14,6 +14,7 @@ from pipeline.runtime.model.model_folder import NOTES
 from pipeline.stages.prepare.encoders import pair_templates, sentence_transformers
 from pipeline.stages.prepare.encoders.pooler import PoolerReader, with_pooler
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
+from pipeline.stages.prepare.media import media_config
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources import chat_templates
 from pipeline.stages.prepare.sources.config_json import ConfigReader, reply_ends
@@ -131,6 +132,7 @@ def convert(
     notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied]
     notes += [*written.notes, *templates.notes, *without_template, *generation_config.unused(generation)]
     notes += reply_ends(model.eos_ids, generation)
+    notes += media_config.add_to_folder(source, config, written.tokenizer, target)
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.
