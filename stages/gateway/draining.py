@@ -11,7 +11,7 @@ from pipeline.stages.gateway.apis.responses.handlers import ResponsesApi
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.readiness import Readiness
-from pipeline.stages.gateway.replayed import ENDS, SHUTTING_DOWN
+from pipeline.stages.gateway.replayed import ENDS
 
 FAIL_S = 1.5
 """After the deadline of a drain: time for streams to send their error, and for the stages to close them."""
@@ -58,7 +58,12 @@ class Draining:
             self._readiness.is_leaving = True
         else:
             self._readiness.is_draining = True
-            self._cancel_background(SHUTTING_DOWN)
+            self._cancel_background(ENDS[self._name])
+
+    @property
+    def _name(self) -> bytes:
+        """Of the error that requests get."""
+        return b"unloaded" if self._readiness.ends_alone else b""
 
     def _cancel_background(self, error: ApiError) -> None:
         """End background responses: no client could fetch them after this process has ended."""
@@ -80,7 +85,7 @@ class Draining:
         """Wait until the deadline for open streams to finish, fail the rest, then report that nothing is open."""
         shown = "none" if deadline_s == m.NO_LIMIT_S else deadline_s
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": shown}})
-        name = b""
+        name = self._name
         if self._requests.num_requests and deadline_s and (has_successor or not self._readiness.is_leaving):
             self._stage.supervisor.send(m.WakeRequested())
         if has_successor:

@@ -36,7 +36,12 @@ REPLACED = ApiError(
     "this server was replaced by another one at its address (pipeline restart): send the request again",
     code="shutting_down",
 )
-ENDS = {b"": SHUTTING_DOWN, b"leaving": LEAVING, b"replaced": REPLACED}
+UNLOADED = ApiError(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "the model was unloaded before it had finished this request: send the request again, which loads it",
+    code="shutting_down",
+)
+ENDS = {b"": SHUTTING_DOWN, b"leaving": LEAVING, b"replaced": REPLACED, b"unloaded": UNLOADED}
 """Errors of requests that are open at the end of a drain, by their names in recordings."""
 
 

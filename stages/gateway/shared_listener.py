@@ -19,5 +19,8 @@ class SharedListener(Protocol):
     def fail_streams(self, gateway: "GatewayStage", error: ApiError) -> None:
         """End the streams over ZeroMQ of one model."""
 
+    def server_ends(self) -> bool:
+        """Whether all models end, and not one of them."""
+
     def on_change(self) -> None:
         """A stage takes requests from now on, or no longer."""

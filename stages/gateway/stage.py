@@ -49,7 +49,7 @@ from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.build import check_model
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
-from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
+from pipeline.stages.gateway.replayed import SHUTTING_DOWN, UNLOADED, ReplayedClients
 from pipeline.stages.gateway.shared_listener import SharedListener
 from pipeline.stages.gateway.zmq.serving.model import OnlyModel
 
@@ -77,7 +77,7 @@ class GatewayStage:
         self._stage = stage
         self._shared = shared
         settings = stage.settings
-        self.readiness = Readiness()
+        self.readiness = Readiness() if shared is None else Readiness(stage.launch.model, shared.server_ends)
         self.requests = RequestTable(stage, model.formats)
         self.health = HealthQuery(stage)
         self._results = ResultHandler(stage, self.requests)
@@ -177,18 +177,23 @@ class GatewayStage:
                     await self._listeners.start_zmq(self._tasks)
                 self._stage.ready()
                 await self._loop(inbox)
-                self._fail_zmq_requests(SHUTTING_DOWN)
+                self._fail_zmq_requests(self._end)
         except BaseExceptionGroup as group:
             # Raise the first error itself, not the group.
             raise group.exceptions[0] from group
         finally:
-            self.requests.close_all(SHUTTING_DOWN)
+            self.requests.close_all(self._end)
             await self.api.responses.wait_closed()
             await self._listeners.close()
             inbox.close()
             self.requests.accounts.close()
             if self._access_log is not None:
                 self._access_log.writer.close()
+
+    @property
+    def _end(self) -> ApiError:
+        """What requests get that are open at the end."""
+        return UNLOADED if self.readiness.ends_alone else SHUTTING_DOWN
 
     def _reread_keys(self) -> None:
         """The server's API keys have changed. Requests that are open go on, connections over ZeroMQ with a key that is

@@ -11,13 +11,13 @@ from pipeline.http_server import expect, request_ids, time_left
 from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.access.key_accounts import ACCOUNT, Account
 from pipeline.http_server.bodies import body_reader
-from pipeline.http_server.bodies.body_reader import BodyReader, OutOfTime, Rest
+from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader, OutOfTime, Rest
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing import resumption
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.readiness import NotReady, Readiness
 from pipeline.stages.gateway.received import PARSERS, Parser, Received, adapter_of
 
 
@@ -59,9 +59,13 @@ class RequestReader:
             models=limits.allowed,
             with_metrics=self._with_metrics,
         )
-        found = await self._parse_request(http_request, head, parser or PARSERS[api], limits)
-        self._readiness.require_ready()
-        return found
+        parsed, received = await self._parse_request(http_request, head, parser or PARSERS[api], limits)
+        try:
+            self._readiness.require_ready()
+        except NotReady:
+            http_request[KEPT_BODY] = received.body  # of a model of several, which may be loaded again for it
+            raise
+        return parsed, received
 
     def limits_of_key(self) -> RequestLimits:
         """The limits of the current request's client."""

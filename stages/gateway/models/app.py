@@ -30,6 +30,7 @@ from pipeline.stages.gateway.models.model_fields import ModelFields, keep_s, mod
 from pipeline.stages.gateway.models.server import ModelsApi
 from pipeline.stages.gateway.models.table import ModelEntry, ModelTable
 from pipeline.stages.gateway.parsing import resumption
+from pipeline.stages.gateway.readiness import NotReady
 
 STREAMS = ("chat_completions", "completions", "messages", "infill", "create_response")
 """Handlers whose streams are server-sent events."""
@@ -141,14 +142,19 @@ class ModelsApp(Applications):
     ) -> web.StreamResponse:
         """Have the model loaded, and its own handler answer. A stream has keep-alives meanwhile, with the model's
         `name` in the request."""
+        shows_position = streams and RESUMABLE not in http_request.headers
         with self._table.use(model):
-            while not model.serves:
-                shows_position = streams and RESUMABLE not in http_request.headers
-                await self._wait(http_request, model, name if shows_position else None)
-            assert model.gateway is not None
-            if streams:
-                http_request[WAITING] = Waiting(name, functools.partial(sleeping_words, model, self._seen()))
-            return await model.gateway.handler(route)(http_request)
+            while True:
+                while not model.serves:
+                    await self._wait(http_request, model, name if shows_position else None)
+                assert model.gateway is not None
+                if streams:
+                    http_request[WAITING] = Waiting(name, functools.partial(sleeping_words, model, self._seen()))
+                try:
+                    return await model.gateway.handler(route)(http_request)
+                except NotReady:  # its stages ended while the body was parsed
+                    if KEPT_BODY not in http_request:
+                        raise
 
     async def _wait(self, http_request: web.Request, model: ModelEntry, name: str | None) -> None:
         """Wait until the model is loaded. A stream has its `name` in the request, and keep-alives. Raises ApiError as

@@ -268,6 +268,9 @@ class ModelGateways:
         if self._zmq_server is not None:
             self._zmq_server.fail_all(error, gateway)
 
+    def server_ends(self) -> bool:
+        return self._table.is_ending or self._is_stopped.is_set()
+
     def on_change(self) -> None:
         self._table.changed()
 
