@@ -3,6 +3,7 @@
 import argparse
 import secrets
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from pipeline.cli import option_types as types
 from pipeline.config.settings import Settings
 from tools.compare_peers import llama_cpp, peers, vllm_cpu
 from tools.compare_peers.children import ROOT
-from tools.compare_peers.loads import DECODE, PREFILL, SHARED
+from tools.compare_peers.loads import ARRIVALS, DECODE, PREFILL, SHARED, Arrival
 from tools.models.fetch_test_models import FOLDER, MODELS
 
 DESCRIPTION = """\
@@ -26,7 +27,10 @@ LOADS = {
     DECODE: "128 tokens in and 128 out, at each of --concurrency",
     PREFILL: "prompts of 800 words and one token out, one at a time",
     SHARED: "16 streams that share a prefix of 600 words, 50 words of their own, 64 tokens out",
+    ARRIVALS: "--concurrency streams that decode all the time, and prompts that arrive at a rate (--arrivals)",
 }
+DEFAULT_LOADS = (DECODE, PREFILL, SHARED)
+DEFAULT_ARRIVALS = (Arrival(128, 2.0), Arrival(2000, 0.2))
 PRESETS: dict[str, dict[str, Any]] = {
     "1.5b": {
         "model": str(FOLDER / MODELS["qwen-1.5b"].file),
@@ -35,6 +39,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "concurrency": (1, 8),
         "temperature": (0.0,),
         "rounds": 3,
+    },
+    "streams": {
+        "servers": ["pipeline", peers.LLAMA_CPP],
+        "loads": [ARRIVALS],
+        "concurrency": (1, 8, 32),
+        "temperature": (0.0,),
+        "duration": 30.0,
     },
 }
 """Options that belong together; those of the command line count before them."""
@@ -56,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
         choices=PRESETS,
         help="1.5b: Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf, which `python -m tools.models.fetch_test_models "
         "qwen-1.5b` fetches, the servers pipeline,pipeline-int12,llama.cpp, the loads decode,prefill, 1 and 8 streams, "
-        "temperature 0 and 3 rounds, unless options say otherwise",
+        "temperature 0 and 3 rounds, unless options say otherwise. streams: the servers pipeline,llama.cpp, the load "
+        "arrivals with 1, 8 and 32 streams, temperature 0, 30 s each",
     )
     made.add_argument(
         "--servers",
@@ -66,14 +78,26 @@ def parser() -> argparse.ArgumentParser:
         help=f"by default {','.join(peers.DEFAULT)}",
     )
     made.add_argument(
-        "--loads", type=_several("load", LOADS), default=list(LOADS), metavar="NAME,…", help="default: all"
+        "--loads",
+        type=_several("load", LOADS),
+        default=list(DEFAULT_LOADS),
+        metavar="NAME,…",
+        help=f"by default {','.join(DEFAULT_LOADS)}",
+    )
+    made.add_argument(
+        "--arrivals",
+        type=_each(_arrival),
+        default=DEFAULT_ARRIVALS,
+        metavar="L@R,…",
+        help="of the load arrivals: prompts of L tokens, R of them a second, measured one after the other; by default "
+        + ",".join(f"{one.prompt_tokens}@{one.request_rate:g}" for one in DEFAULT_ARRIVALS),
     )
     made.add_argument(
         "--concurrency",
         type=_each(types.positive),
         default=(1, 8, 32),
         metavar="N,…",
-        help="streams of the load decode, by default 1,8,32",
+        help="streams of the loads decode and arrivals, by default 1,8,32",
     )
     made.add_argument(
         "--temperature", type=_each(types.temperature), default=(0.0, 1.0), metavar="T,…", help="by default 0,1"
@@ -152,6 +176,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _listed(names: dict[str, str]) -> str:
     return "\n".join(f"  {name:19} {words}" for name, words in names.items())
+
+
+def _arrival(text: str) -> Arrival:
+    length, separator, rate = text.partition("@")
+    try:
+        value = float(rate)
+    except ValueError:
+        value = 0.0
+    if not separator or not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"needs a length and a rate above 0 such as 128@2, got {text!r}")
+    return Arrival(types.positive(length), value)
 
 
 def _several(kind: str, known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -20,7 +20,7 @@ from tools.benchmarks.served import ending_in_order
 from tools.compare_peers import children, llama_cpp, measure, options
 from tools.compare_peers.children import Tell
 from tools.compare_peers.llama_cpp import LlamaCpp
-from tools.compare_peers.loads import bench_command, loads_of
+from tools.compare_peers.loads import bench_command, loads_of, longest_tokens
 from tools.compare_peers.machine import Commit, Machine, now
 from tools.compare_peers.measure import Failure, Plan, Run, llama_bench_command
 from tools.compare_peers.model import ModelPaths, make_folder, make_gguf, weights_of
@@ -83,9 +83,12 @@ def _run(args: argparse.Namespace, tell: Tell) -> int:
         raise UserError(f"no server could be measured; see {args.out / 'logs'}")
     results = Results(plan, provenance, runs, failures)
     write_output(args.out / "tables.md", results.as_markdown())
-    write_output(args.out / "chart.svg", results.chart().as_svg())
+    names = "results.json, tables.md and logs"
+    if (chart := results.chart()).rows:
+        write_output(args.out / "chart.svg", chart.as_svg())
+        names = "results.json, tables.md, chart.svg and logs"
     console(TABLE_WIDTH).print(results.as_tables())
-    tell(f"results.json, tables.md, chart.svg and logs are in {args.out}")
+    tell(f"{names} are in {args.out}")
     failed = any(level.num_errors for run in runs for report in run.reports.values() for level in report.levels)
     return 1 if failures or failed else 0
 
@@ -106,8 +109,8 @@ def _require(args: argparse.Namespace, built: LlamaCpp) -> None:
 def _plan(
     args: argparse.Namespace, servers: Sequence[str], programs: Programs, paths: ModelPaths, weights: str
 ) -> Plan:
-    peers = peers_of(servers, args.model, weights, paths, programs)
-    loads = loads_of(args.loads, args.concurrency, args.endpoint)
+    loads = loads_of(args.loads, args.concurrency, args.endpoint, args.arrivals)
+    peers = peers_of(servers, args.model, weights, paths, programs, longest_tokens(loads))
     return Plan(peers, loads, args.temperature, args.duration, args.rounds, args.seed, str(args.out))
 
 

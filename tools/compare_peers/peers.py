@@ -16,7 +16,8 @@ VLLM_START_S = 900.0
 """It compiles the model with torch.compile: about 100 s on two cores, on the first start and on later ones."""
 NUM_SLOTS = 32
 SLOT_TOKENS = 2048
-"""llama.cpp divides its context evenly among its slots. The longest request has about 1,100 tokens."""
+"""llama.cpp divides its context evenly among its slots. The longest request has about 1,100 tokens, unless longer
+prompts arrive."""
 VLLM_KV_GIB = 4
 
 LLAMA_CPP, VLLM = "llama.cpp", "vllm"
@@ -56,8 +57,12 @@ class Programs(msgspec.Struct, frozen=True):
     vllm_python: Path
 
 
-def peers_of(names: Sequence[str], model: str, weights: str, paths: ModelPaths, programs: Programs) -> list[Peer]:
-    """The chosen servers. `weights` is the format of the .gguf file's weights, for the labels."""
+def peers_of(
+    names: Sequence[str], model: str, weights: str, paths: ModelPaths, programs: Programs, longest_tokens: int = 0
+) -> list[Peer]:
+    """The chosen servers. `weights` is the format of the .gguf file's weights, for the labels, and `longest_tokens` the
+    length of the longest request, if llama.cpp's slots may be too small for it."""
+    slot_tokens = max(SLOT_TOKENS, -(-longest_tokens // 256) * 256)
     cores = sorted(os.sched_getaffinity(0))
     serve = [sys.executable, "-m", "pipeline", "serve", "--port", "{port}", "--model", model]
     serve += ["--set", f"served_model_name={NAME}"]
@@ -78,7 +83,7 @@ def peers_of(names: Sequence[str], model: str, weights: str, paths: ModelPaths, 
                 *(str(programs.llama_server), "--model", str(paths.gguf), "--alias", NAME),
                 *("--host", "127.0.0.1", "--port", "{port}"),
                 *("--threads", str(len(cores)), "--threads-batch", str(len(cores))),
-                *("--parallel", str(NUM_SLOTS), "--ctx-size", str(NUM_SLOTS * SLOT_TOKENS)),
+                *("--parallel", str(NUM_SLOTS), "--ctx-size", str(NUM_SLOTS * slot_tokens)),
             ],
             {},
             LLAMA_CPP_START_S,

@@ -19,6 +19,7 @@ from tools.compare_peers.measure import Failure, Plan, Run
 from tools.compare_peers.peers import Peer
 
 LATENCIES = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"))
+STREAM_LATENCIES = (("ttft_ms", "TTFT"), ("stream_itl_ms", "stream ITL"))
 
 
 class Provenance(msgspec.Struct, frozen=True):
@@ -95,13 +96,15 @@ class Results:
                     for peer in self._peers
                 }
                 values = {name: float(getattr(level, load.figure)) for name, level in at.items()}
-                rows.append(self._row(load, load.unit, load.unit, concurrency, temperature, values))
-                if load.name != DECODE:
+                of = "" if load.arrival is None else f"prompts of {load.arrival.prompt_tokens}: "
+                rows.append(self._row(load, of + load.unit, load.unit, concurrency, temperature, values))
+                if load.name != DECODE and load.arrival is None:
                     continue
-                for field, title in LATENCIES:
+                for field, title in LATENCIES if load.arrival is None else STREAM_LATENCIES:
                     for percentile in ("p50", "p99"):
                         values = {name: float(getattr(getattr(level, field), percentile)) for name, level in at.items()}
-                        rows.append(self._row(load, f"{title} {percentile}", "ms", concurrency, temperature, values))
+                        figure = f"{of}{title} {percentile}"
+                        rows.append(self._row(load, figure, "ms", concurrency, temperature, values))
         return rows
 
     def _row(
@@ -165,7 +168,7 @@ class Results:
         first = self._plan.temperatures[0]
         panels = []
         for load in self._plan.loads:
-            if load.name != DECODE:
+            if load.name != DECODE and load.arrival is None:
                 bars = tuple(
                     Bar(i, peer.label, float(getattr(level, load.figure)))
                     for i, peer in enumerate(self._peers)

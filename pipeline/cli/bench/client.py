@@ -1,6 +1,7 @@
 """Requests over HTTP to a server with the OpenAI API."""
 
 import os
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -80,9 +81,15 @@ class BenchClient:
                 return num_tokens
         raise ServerError(f"{self.url} reports no usage, so prompts can't be sized in tokens; use --prompt-words")
 
-    async def generate(self, prompt: str, options: dict[str, Any], tally: Tally | None = None) -> RequestResult:
+    async def generate(
+        self,
+        prompt: str,
+        options: dict[str, Any],
+        tally: Tally | None = None,
+        started: Callable[[], None] | None = None,
+    ) -> RequestResult:
         """Stream one reply to its end. Errors of the server and the connection are in the result. `tally`, if given,
-        must be new; it shows what has arrived so far."""
+        must be new; it shows what has arrived so far. `started` is called when the first text has arrived."""
         data = self._body(prompt, options | {"stream": True, "stream_options": {"include_usage": True}})
         tally = tally or Tally(self._endpoint)
         status = 200
@@ -93,6 +100,9 @@ class BenchClient:
                 if status == 200:
                     async for blob in response.content.iter_any():
                         tally.feed(blob, perf_counter())
+                        if started is not None and tally.arrivals:
+                            started()
+                            started = None
                     tally.end(perf_counter())
                 else:
                     tally.error = f"{status}: {refusal_of(status, await response.read())}"

@@ -2,8 +2,9 @@
 
 import argparse
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,9 +16,11 @@ from pipeline.cli.bench import words
 from pipeline.cli.bench.client import ADAPTERS, AUTO, BenchClient, RequestResult, ServerError, open_session
 from pipeline.cli.bench.loop import ClosedLoop, Level, LoadPlan
 from pipeline.cli.bench.measure import Summary, summarize
+from pipeline.cli.bench.open_loop import OpenLoop, OpenLoopPlan
 from pipeline.cli.bench.options import Length, Workload, given_options, workload_of
 from pipeline.cli.bench.plot.results import NamedResult, chart_of, read_results
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_text, console
+from pipeline.cli.bench.tally import Tally
 from pipeline.cli.bench.tasks import prompt_of
 from pipeline.cli.complain import complain
 from pipeline.cli.json_output import require_json_writable, write_json
@@ -35,6 +38,8 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 CALIBRATION_WORDS = (16, 116)
+STREAM_WORDS, STREAM_TOKENS = 64, 1024
+"""Prompt and output of a stream that runs beside requests that arrive."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +97,9 @@ def _write_chart(path: str, results: Sequence[NamedResult]) -> None:
 
 def _check(workload: Workload) -> None:
     """Raise ConfigError if the shared prefix is longer than the prompt, or if prompts of a task have one."""
-    prompt, shared = workload.prompt, workload.shared_prefix
+    prompt, shared, arrivals = workload.prompt, workload.shared_prefix, workload.arrivals
+    if arrivals is not None and arrivals.request_rate == inf and workload.num_requests is None:
+        raise ConfigError(["--request-rate inf: all requests arrive at once; --num-requests says how many"])
     if workload.task is not None and shared.count:
         raise ConfigError([f"--task {workload.task}: its prompts share no prefix"])
     if shared.count and shared.unit == prompt.unit and shared.count >= prompt.count:
@@ -191,10 +198,26 @@ async def _level(
             raise ServerError(f"{client.url} answered {result.error}")
         return result
 
-    plan = LoadPlan(concurrency, workload.duration_s, workload.num_requests, workload.num_warmups)
+    async def stream(name: str, part: float, tally: Tally, started: Callable[[], None]) -> RequestResult:
+        prompt = words.prompt(workload.seed, f"{concurrency}/{temperature:g}/{name}", STREAM_WORDS, 0)
+        num_tokens = round(part * STREAM_TOKENS)
+        length = {"max_tokens": num_tokens, "temperature": temperature}
+        if workload.ignore_eos:
+            length |= {"ignore_eos": True, "min_tokens": num_tokens}
+        return await client.generate(prompt, length, tally, started)
+
     bar.next(f"{concurrency} streams, temperature {temperature:g}")
+    duration_s, num_requests, num_warmups = workload.duration_s, workload.num_requests, workload.num_warmups
+    loop: ClosedLoop | OpenLoop
+    if workload.arrivals is None:
+        closed = LoadPlan(concurrency, duration_s, num_requests, num_warmups)
+        loop = ClosedLoop(closed, generate, bar.update, generate_warmup)
+    else:
+        seed = f"{workload.seed}/{concurrency}/{temperature:g}/arrivals"
+        plan = OpenLoopPlan(workload.arrivals, concurrency, duration_s, seed, num_requests, num_warmups)
+        loop = OpenLoop(plan, generate, stream, lambda: Tally(workload.endpoint), bar.update, generate_warmup)
     try:
-        return await ClosedLoop(plan, generate, bar.update, generate_warmup).run()
+        return await loop.run()
     except* ServerError as errors:
         raise errors.exceptions[0] from None  # each stream has the same
 
@@ -222,7 +245,7 @@ class _Bar:
         self._level += 1
         self._draw(f"{self._level}/{self._num_levels}: {description}", 0.0)
 
-    def update(self, loop: ClosedLoop) -> None:
+    def update(self, loop: ClosedLoop | OpenLoop) -> None:
         if perf_counter() - self._drawn_s >= REFRESH_S:
             self._draw(None, loop.done)
 

@@ -29,6 +29,8 @@ class Level(msgspec.Struct):
     opened_s: float
     closed_s: float
     records: list[RequestResult]
+    streams: list[RequestResult] = []
+    """Of streams that ran beside the requests that arrived (open_loop.py)."""
 
 
 class ClosedLoop:

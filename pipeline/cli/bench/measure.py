@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import msgspec
 
+from pipeline.cli.bench.client import RequestResult
 from pipeline.cli.bench.loop import Level
 
 
@@ -53,25 +54,30 @@ class Summary(msgspec.Struct, frozen=True):
     itl_ms: Distribution
     tpot_ms: Distribution
     e2e_ms: Distribution
+    stream_itl_ms: Distribution = Distribution()
+    """Of the streams that ran beside requests that arrived; `itl_ms` is of these requests."""
 
 
 def summarize(level: Level, temperature: float = 0.0) -> Summary:
     """The statistics of one level, which was measured at this temperature."""
     window_s = level.closed_s - level.opened_s
     good = [record for record in level.records if record.error is None]
+    streams = [record for record in level.streams if record.error is None]
     output = prompt = 0.0
     ttft: list[float] = []
     itl: list[float] = []
     tpot: list[float] = []
     prefill: list[float] = []
+    for record in good + streams:
+        if record.arrivals:
+            inside = sum(_within(level, time_s) for time_s in record.arrivals)
+            output += inside * record.completion_tokens / len(record.arrivals)
+            prompt += record.prompt_tokens * _within(level, record.arrivals[0])
     for record in good:
         arrivals = record.arrivals
         if not arrivals:
             continue
-        inside = sum(_within(level, time_s) for time_s in arrivals)
-        output += inside * record.completion_tokens / len(arrivals)
-        prompt += record.prompt_tokens * _within(level, arrivals[0])
-        itl += [later - earlier for earlier, later in pairwise(arrivals) if _within(level, later)]
+        itl += _gaps_s(level, record)
         if _within(level, record.sent_s):
             first_s = arrivals[0] - record.sent_s
             ttft.append(first_s)
@@ -79,7 +85,7 @@ def summarize(level: Level, temperature: float = 0.0) -> Summary:
         if _within(level, record.ended_s) and record.completion_tokens > 1:
             tpot.append((arrivals[-1] - arrivals[0]) / (record.completion_tokens - 1))
     ended = [record for record in good if _within(level, record.ended_s)]
-    failed = Counter(record.error for record in level.records if record.error is not None)
+    failed = Counter(record.error for record in level.records + level.streams if record.error is not None)
     return Summary(
         concurrency=level.concurrency,
         temperature=temperature,
@@ -98,6 +104,7 @@ def summarize(level: Level, temperature: float = 0.0) -> Summary:
         itl_ms=_ms(itl),
         tpot_ms=_ms(tpot),
         e2e_ms=_ms([record.ended_s - record.sent_s for record in ended if _within(level, record.sent_s)]),
+        stream_itl_ms=_ms([gap_s for record in streams for gap_s in _gaps_s(level, record)]),
     )
 
 
@@ -107,6 +114,11 @@ def percentile(ordered: Sequence[float], part: float) -> float:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def _gaps_s(level: Level, record: RequestResult) -> list[float]:
+    """The times between two chunks of a request, if the second arrived in the window."""
+    return [later - earlier for earlier, later in pairwise(record.arrivals) if _within(level, later)]
 
 
 def _within(level: Level, time_s: float) -> bool:

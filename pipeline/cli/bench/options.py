@@ -2,12 +2,15 @@
 
 import argparse
 import secrets
+from math import inf
 from typing import Any, Literal
 
 import msgspec
 
 from pipeline.cli import option_types as types
+from pipeline.cli.bench.open_loop import Arrivals
 from pipeline.cli.bench.tasks import TASKS, TaskName
+from pipeline.config.load import ConfigError
 
 
 class Length(msgspec.Struct, frozen=True):
@@ -38,6 +41,8 @@ class Workload(msgspec.Struct, frozen=True):
     """Prompts are of this task instead of common words, and have its length."""
     beam_width: int = 0
     """Each request is a beam search of this width; 0 for none."""
+    arrivals: Arrivals | None = None
+    """When requests arrive, beside `concurrencies` running streams; None if each stream sends one after the other."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -93,6 +98,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _preset(presets, "--shared", SHARED, "16 streams that share a prefix of 600 words, 50 words of their own, 64 out")
     load.add_argument(
         "--concurrency", type=_concurrencies, metavar="N,N…", help="concurrent streams; measured one after the other"
+    )
+    load.add_argument(
+        "--request-rate",
+        type=_rate,
+        metavar="R",
+        help="open loop: R requests arrive a second, however long replies take, as `vllm bench serve` sends them; inf "
+        "sends them all at once. --concurrency is then the number of streams that run meanwhile, by default 0: their "
+        "ITL is reported too",
+    )
+    load.add_argument(
+        "--burstiness",
+        type=_positive_number,
+        metavar="B",
+        help="with --request-rate: shape of the gamma distribution of the gaps; by default 1, a Poisson process. Less "
+        "is more bursty",
+    )
+    load.add_argument(
+        "--max-concurrency",
+        type=types.positive,
+        metavar="N",
+        help="with --request-rate: the most arriving requests that are open at any time; by default any number",
     )
     load.add_argument(
         "--temperature",
@@ -195,8 +221,9 @@ def given_options(args: argparse.Namespace) -> list[str]:
 def workload_of(args: argparse.Namespace) -> Workload:
     """The workload that the options describe."""
     preset: Preset = args.preset or DECODE
+    arrivals = _arrivals_of(args)
     return Workload(
-        concurrencies=args.concurrency or preset.concurrency,
+        concurrencies=args.concurrency or (preset.concurrency if arrivals is None else (0,)),
         temperatures=args.temperature or preset.temperatures,
         prompt=args.prompt or preset.prompt,
         shared_prefix=args.prefix or preset.shared_prefix,
@@ -209,7 +236,22 @@ def workload_of(args: argparse.Namespace) -> Workload:
         ignore_eos=args.ignore_eos,
         task=args.task,
         beam_width=args.beam_width or 0,
+        arrivals=arrivals,
     )
+
+
+def _arrivals_of(args: argparse.Namespace) -> Arrivals | None:
+    """Raises ConfigError for options that only an open loop has, or does not have."""
+    if args.request_rate is None:
+        if 0 in (args.concurrency or ()):
+            raise ConfigError(["--concurrency 0: needs --request-rate, or a whole number of at least 1"])
+        for option, value in (("--burstiness", args.burstiness), ("--max-concurrency", args.max_concurrency)):
+            if value is not None:
+                raise ConfigError([f"{option} {value:g}: needs --request-rate"])
+        return None
+    if args.plot:
+        raise ConfigError(["--plot: draws closed loops; --request-rate is an open one, so use --json"])
+    return Arrivals(args.request_rate, args.burstiness or 1.0, args.max_concurrency)
 
 
 def _preset(group: Any, option: str, preset: Preset, words: str) -> None:
@@ -231,7 +273,25 @@ def _svg_file(text: str) -> str:
 
 
 def _concurrencies(text: str) -> tuple[int, ...]:
-    return tuple(types.positive(part.strip()) for part in text.split(","))
+    return tuple(types.natural(part.strip()) for part in text.split(","))
+
+
+def _rate(text: str) -> float:
+    return inf if text == "inf" else _number(text, "needs a number above 0, or inf")
+
+
+def _positive_number(text: str) -> float:
+    return _number(text, "needs a number above 0")
+
+
+def _number(text: str, needs: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{needs}, got {text!r}")
+    return value
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

@@ -77,6 +77,12 @@ def _table(levels: Sequence[Summary]) -> Table:
         spreads: list[Distribution] = [getattr(level, f"{name}_ms") for level in levels]
         table.add_row(f"{name.upper()} p50", *(_time(spread.p50) for spread in spreads))
         table.add_row(f"{name.upper()} p99", *(_time(spread.p99) for spread in spreads))
+    beside = [level.stream_itl_ms for level in levels]
+    if any(spread.count for spread in beside):
+        table.add_row("stream ITL p50", *(_time(spread.p50) for spread in beside))
+        table.add_row("stream ITL p99", *(_time(spread.p99) for spread in beside))
+        ratios = [spread.p99 / spread.p50 if spread.p50 else 0.0 for spread in beside]
+        table.add_row("p99 / p50", *(f"{ratio:.2f}" if ratio else "–" for ratio in ratios))
     return table
 
 
@@ -95,8 +101,17 @@ def _title(report: BenchReport) -> str:
     prefix = f" ({shared.count} {shared.unit} shared)" if shared.count else ""
     return (
         f"{report.model} at {report.url}: {workload.prompt.count} {workload.prompt.unit} in{prefix}, "
-        f"{workload.output_tokens} out, {workload.endpoint}, seed {workload.seed}\n"
+        f"{workload.output_tokens} out, {workload.endpoint}, {_arrivals(workload)}seed {workload.seed}\n"
     )
+
+
+def _arrivals(workload: Workload) -> str:
+    found = workload.arrivals
+    if found is None:
+        return ""
+    shape = f" with burstiness {found.burstiness:g}" if found.burstiness != 1 else ""
+    most = f", at most {found.max_concurrency} open" if found.max_concurrency else ""
+    return f"{found.request_rate:g} requests/s{shape}{most}, "
 
 
 def _notes(report: BenchReport) -> str:

@@ -256,7 +256,7 @@ def test_the_bar_shows_share_and_time_left_in_80_columns() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--concurrency", "1,x"], "--concurrency: needs a whole number of at least 1, got 'x'"),
+        (["--concurrency", "1,x"], "--concurrency: needs a whole number of at least 0, got 'x'"),
         (["--duration", "soon"], "--duration: needs a time such as 20s or 2m, got 'soon'"),
         (["--temperature", "0,nan"], "--temperature: needs a number from 0 to 2, got 'nan'"),
         (["--url", "foo"], "--url: needs http:// or https:// in front, got 'foo'"),

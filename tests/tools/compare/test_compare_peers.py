@@ -292,6 +292,31 @@ def test_a_dry_run_prints_the_commands_and_runs_none(bed: PeerFolder, capsys: py
     assert all(f"--model {bed.model}" in line for line in serves) and len(serves) == 3
 
 
+def test_prompts_arrive_beside_streams(bed: PeerFolder) -> None:
+    options = ("--preset", "streams", "--servers", "llama.cpp", "--arrivals", "16@20,40@10", "--concurrency", "2")
+    assert bed.run(*options).returncode == 0
+    found = bed.results()
+    (run,) = found["runs"]
+    assert list(run["reports"]) == ["arrivals-16", "arrivals-40"]
+    for report, (length, rate) in zip(run["reports"].values(), ((16, 20.0), (40, 10.0)), strict=True):
+        (level,) = report["levels"]
+        assert report["workload"]["prompt"] == {"count": length, "unit": "tokens"}
+        assert report["workload"]["arrivals"]["request_rate"] == rate
+        assert level["concurrency"] == 2 and level["stream_itl_ms"]["count"] > 0
+    labels = [row["figure"] for row in found["figures"]]
+    assert "prompts of 16: stream ITL p99" in labels and "prompts of 40: TTFT p50" in labels
+    assert not (bed.out / "chart.svg").exists(), "only closed loops are drawn"
+
+
+def test_llama_cpp_has_room_for_the_longest_prompt_that_arrives(
+    bed: PeerFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arrivals, num_tokens in (("128@2", 32 * 2048), ("2000@0.5", 32 * 2304)):
+        arguments = bed.arguments("--preset", "streams", "--servers", "llama.cpp", "--arrivals", arrivals, "--dry-run")
+        assert parent.main(arguments) == 0
+        assert f"--ctx-size {num_tokens}" in capsys.readouterr().out
+
+
 def test_options_count_before_those_of_a_preset() -> None:
     chosen = parse(["--rounds", "1", "--preset", "1.5b"])
     assert (chosen.rounds, chosen.concurrency, chosen.temperature) == (1, (1, 8), (0.0,))
@@ -302,6 +327,8 @@ def test_options_count_before_those_of_a_preset() -> None:
     ("options", "words"),
     [
         (["--servers", "pipeline,nginx"], "--servers: unknown server 'nginx'; choose from pipeline, pipeline-int8"),
+        (["--arrivals", "128"], "--arrivals: needs a length and a rate above 0 such as 128@2, got '128'"),
+        (["--arrivals", "128@0"], "--arrivals: needs a length and a rate above 0 such as 128@2, got '128@0'"),
         (["--loads", "decode,rest"], "--loads: unknown load 'rest'; choose from decode, prefill, shared"),
         (["--duration", "soon"], "--duration: needs a time such as 20s or 2m, got 'soon'"),
         (["--temperature", "0,3"], "--temperature: needs a number from 0 to 2, got '3'"),

@@ -35,6 +35,8 @@ def read_results(values: Sequence[str]) -> list[NamedResult]:
         if not name:
             raise ConfigError([f"{value}: needs a name before '='"])
         found.append(NamedResult(name, _read(Path(path))))
+        if found[-1].report.workload.arrivals is not None:
+            raise ConfigError([f"{path}: is of an open loop (--request-rate), and only closed ones are drawn"])
     names = [one.name for one in found]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError([f"the name {name!r} is used twice: write NAME=FILE" for name in repeated])
