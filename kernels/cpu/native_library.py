@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_delete": (None, [c_void_p]),
     "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_float]),
     "program_positions": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_int, c_void_p]),
+    "program_patches": (None, [c_void_p, NativeRows, c_void_p, c_int]),
     "program_any_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeNorm), c_int, c_int]),
     "program_add_norm": (None, [c_void_p, c_void_p, c_void_p, POINTER(NativeNorm), c_int, c_float]),
     "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),

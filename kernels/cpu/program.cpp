@@ -13,6 +13,7 @@
 #include "mapped_file.h"
 #include "norm.h"
 #include "pack.h"
+#include "patches.h"
 #include "program.h"
 #include "qkv.h"
 #include "ranks.h"
@@ -112,6 +113,11 @@ void program_embed(Program* program, float* residual, const Matrix* table, float
 void program_positions(Program* program, float* residual, const Matrix* table, int offset,
                        const int64_t* rows) {
     program->add<AddPositions>(residual, *table, offset, rows, program->vocab.first, program->vocab.end());
+}
+
+// The pixels of patches as the activations of the matmul behind it.
+void program_patches(Program* program, Rows out, const uint8_t* pixels, int width) {
+    program->add<Patches>(out, pixels, width);
 }
 
 void program_norm(Program* program, Rows out, int form, const float* residual, const float* weight, int width,

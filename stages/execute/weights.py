@@ -165,12 +165,12 @@ class Weights:
         return found
 
     def layer_bytes(self, num_layers: int) -> list[int]:
-        """Bytes of each layer's tensors: those with its number in their names."""
-        sizes = [0] * num_layers
+        """Bytes of each layer's tensors: those with its number in their names. A vision tower's are not counted."""
+        sizes, before = [0] * num_layers, self._layout.layers.partition("{}")[0]
         for name in self._files:
-            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-            if numbers and numbers[0] < num_layers:
-                sizes[numbers[0]] += self._num_bytes(name)
+            number = name.removeprefix(before).partition(".")[0]
+            if name.startswith(before) and number.isdecimal() and int(number) < num_layers:
+                sizes[int(number)] += self._num_bytes(name)
         return sizes
 
     def head_bytes(self, config: ModelConfig) -> int:

@@ -26,7 +26,7 @@ from pipeline.runtime.messages import Launch
 from pipeline.runtime.model import foreign, generation_config
 from pipeline.runtime.model.in_place import data_file, is_index
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.runtime.model.model_folder import CONVERTED, notes_of
+from pipeline.runtime.model.model_folder import CONVERTED, VISION, notes_of
 from pipeline.runtime.model.pooler import HEAD_FILE
 from pipeline.runtime.model.rope import LongRope
 from pipeline.runtime.model.weight_headers import header_of
@@ -110,10 +110,10 @@ def digest_of(folder: Path, progress: Progress = SILENT) -> str:
     config = ModelConfig.load(folder)
     made_as = msgspec.json.encode(msgspec.structs.replace(config, weight_files=[])).decode()
     with progress.measure(f"{config.name}: comparing weights") as advance:
-        head = [folder / HEAD_FILE] if config.pooler is not None and config.pooler.layers else []
+        beside = [folder / name for name in (HEAD_FILE, VISION) if (folder / name).is_file()]
         paths = config.weight_paths(folder)
         made_as += "".join(header_of(path).decode() for path in paths if is_index(path))
-        return content_of([folder / "tokenizer.json", *head, *map(data_file, paths)], made_as, advance)
+        return content_of([folder / "tokenizer.json", *beside, *map(data_file, paths)], made_as, advance)
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:

@@ -118,7 +118,10 @@ REASONS: dict[str, dict[str, str]] = {
     "`ModelConfig.save` writes in the folder that is filled.": {
         "pipeline/runtime/model/model_config.py": "write_bytes"
     },
-    "So does `save` of media.json.": {"pipeline/media/config.py": "write_bytes"},
+    "So do those of media.json and vision.json.": {
+        "pipeline/media/config.py": "write_bytes",
+        "pipeline/runtime/model/vision_config.py": "write_bytes",
+    },
     "`is_held` opens a stamp for its lock, not over a link.": {"pipeline/runtime/model/model_folder.py": "O_RDWR"},
     "A stale socket's own name, not where a link leads (docs/security.md says which folder to use).": {
         "stages/gateway/zmq/bind.py": "unlink",

@@ -1,6 +1,7 @@
 """The model folder that prepare writes for the other stages.
 
 model.json            `ModelConfig` in model_config.py
+vision.json           `VisionConfig` in vision_config.py; missing if the model reads no images
 tokenizer.json        for the `tokenizers` package
 added_tokens.jsonl    its added tokens, for the gateway (pipeline/text/formats/added_tokens.py)
 chat_template.jinja   missing if the model has none
@@ -26,6 +27,8 @@ CONVERTED = "converted.txt"
 """A line that says what the source's matrices became. Only in prepared folders in which some have another format."""
 NOTES = "notes.txt"
 """Lines about what the model's files say in two ways, and which of them counts. Absent if there is nothing to say."""
+VISION = "vision.json"
+"""The vision tower. Absent if the model has none."""
 PANELS = "weights.panels"
 """Belongs to execute, see stages/execute/cpu/native/panel_file.py. Ranks have files whose names begin with this one. A
 folder is complete without them."""

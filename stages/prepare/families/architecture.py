@@ -178,6 +178,8 @@ TEXT_PARTS = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "exaone4_5": "exaone4",
+    "idefics3": "llama",
+    "smolvlm": "llama",
 }
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
 OLD_TEXT_TYPES = {"exaone4_5_text": "exaone4"}

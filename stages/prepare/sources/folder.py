@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.config.values import hf_overrides
+from pipeline.media import config as media
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_folder import NOTES
 from pipeline.stages.prepare.encoders import pair_templates, sentence_transformers
@@ -30,6 +31,8 @@ from pipeline.stages.prepare.sources.layout import (
 from pipeline.stages.prepare.sources.source import ModelError, is_file
 from pipeline.stages.prepare.sources.tokenizer_json import with_special_ids, write_tokenizer
 from pipeline.stages.prepare.tokenizers.tokenizer_check import check_decodes
+from pipeline.stages.prepare.vision import reader as tower
+from pipeline.stages.prepare.vision.tensors import stored_shapes
 from pipeline.stages.prepare.weights.tensor_names import with_layout_of
 from pipeline.stages.prepare.weights.tensors import Found, check_tensors, find_tensors
 from pipeline.stages.prepare.weights.tied_head import with_head_of
@@ -133,6 +136,9 @@ def convert(
     notes += [*written.notes, *templates.notes, *without_template, *generation_config.unused(generation)]
     notes += reply_ends(model.eos_ids, generation)
     notes += media_config.add_to_folder(source, config, written.tokenizer, target)
+    vision, seen = tower.read(config_path, config, model, media.load(target), found)
+    of_tower = set() if vision is None else set(stored_shapes(vision))
+    notes += [seen] if seen else []
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.
@@ -142,14 +148,16 @@ def convert(
     stored: Found = {}
     if scheme is None:
         stored = check_tensors(model, found)
-        used = {*stored, *(() if pooler is None else pooler.used)}
-        notes += ignored(rules_of(model), [tensor for tensor in found if tensor not in used], found)
+        used = {*stored, *of_tower, *(() if pooler is None else pooler.used)}
+        unused = [tensor for tensor in found if tensor not in used]
+        notes += ignored(rules_of(model, has_tower=vision is not None), unused, found)
     chat_templates.write(templates.by_name, source, target)
     if scheme is not None:
         from pipeline.stages.prepare.quantized.convert import convert as convert_quantized
         from pipeline.stages.prepare.weights.weight_file import WEIGHTS
 
-        notes += convert_quantized(model, scheme, found, target, quantization, progress)
+        of_text = {name: each for name, each in found.items() if name not in of_tower}
+        notes += convert_quantized(model, scheme, of_text, target, quantization, progress)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     elif quantization not in ("auto", "none"):
         # Imported here: most models need neither numpy's nor gguf's quantizers.
@@ -160,6 +168,8 @@ def convert(
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     if pooler is not None:
         pooler.write(target)
+    if vision is not None:
+        tower.with_files(vision, found, of_tower).save(target)
     generation_config.save(generation, target)
     if notes:
         (target / NOTES).write_text("".join(f"{note}\n" for note in notes), encoding="utf-8")

@@ -21,8 +21,9 @@ OUTSIDE = (
 
 TEXT_MODEL = f"{TEXT_PREFIX}model."
 """Prefix of a text model that is a part of another one, in the files that transformers writes."""
-TEXT_MODELS = ("model.language_model.", TEXT_PREFIX, "model.language_model.model.")
-"""Other prefixes of it: in memory since transformers 4.52, of a model that was saved without its head, and of both."""
+TEXT_MODELS = ("model.language_model.", TEXT_PREFIX, "model.language_model.model.", "model.text_model.", "text_model.")
+"""Other prefixes of it: in memory since transformers 4.52, of a model that was saved without its head, and of both; and
+those of Idefics."""
 
 OTHER_HEADS = {"embed_out": "lm_head"}
 """GPT-NeoX has either name."""
@@ -40,7 +41,7 @@ FUSED = "mlp.experts.gate_up_proj"
 
 def is_part(layout: Layout) -> bool:
     """Whether the model is the text model of one for texts and images."""
-    return layout.layers.startswith((TEXT_PREFIX, f"model.{TEXT_PREFIX}"))
+    return layout.layers.startswith((TEXT_PREFIX, *TEXT_MODELS))
 
 
 def with_layout_of(config: ModelConfig, names: Collection[str]) -> ModelConfig:

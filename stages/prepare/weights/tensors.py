@@ -159,13 +159,13 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
     if config.token_types:
         shapes["model.embed_token_types.weight"] = (config.token_types, hidden)
     if config.embedding_norm:
-        shapes |= _norm_shapes(config, "model.embed_norm")
+        shapes |= norm_shapes(config, "model.embed_norm")
     if config.distance_buckets:
         shapes["model.distance_bias.weight"] = (config.distance_buckets, config.num_heads)
     for layer in range(config.num_layers):
-        shapes |= _layer_shapes(config, layer)
+        shapes |= layer_shapes(config, layer)
     if not config.residual_norms:
-        shapes |= _norm_shapes(config, "model.norm")
+        shapes |= norm_shapes(config, "model.norm")
     if not config.tie_embeddings and config.generates:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     if config.head_bias:
@@ -173,12 +173,13 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _norm_shapes(config: ModelConfig, name: str) -> dict[str, Shape]:
+def norm_shapes(config: ModelConfig, name: str) -> dict[str, Shape]:
+    """The tensors of a norm of hidden states."""
     kinds = ("weight", "bias") if config.norm_bias else ("weight",)
     return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds} if config.norm_weights else {}
 
 
-def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """The tensors of one layer."""
     before = f"model.layers.{layer}."
     linears, vectors = recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
@@ -191,7 +192,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.has_post_norms(layer):
         norms += ["self_attn_post_norm", "mlp_post_norm"]
     for norm in norms:
-        shapes |= _norm_shapes(config, f"{before}{norm}")
+        shapes |= norm_shapes(config, f"{before}{norm}")
     if config.experts is not None and config.experts.selection_bias and config.has_experts(layer):
         shapes[f"{before}mlp.selection.bias"] = (config.experts.num,)
     for name, (rows, columns, has_bias) in linears.items():
@@ -248,12 +249,13 @@ def _expert_linears(config: ModelConfig) -> Linears:
     return linears
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor of a model, in the names and layout of its weight files."""
+def expected_shapes(config: ModelConfig, of_model: dict[str, Shape] | None = None) -> dict[str, Shape]:
+    """Name and shape of every tensor of a model, in the names and layout of its weight files. `of_model` are those of
+    the model by Llama's names, by default `model_shapes`."""
     shapes: dict[str, Shape] = {}
     stacked: dict[str, int] = {}
     """The number of experts of tensors with all of them."""
-    for name, shape in model_shapes(config).items():
+    for name, shape in (model_shapes(config) if of_model is None else of_model).items():
         stored, piece = config.layout.find(name)
         if piece.index is not None:
             stacked[stored] = piece.index + 1

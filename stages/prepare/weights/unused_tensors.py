@@ -30,7 +30,7 @@ MASKS = {
     "gpt_neox": (".attention.bias", ".attention.masked_bias"),
 }
 """The same of causal masks, by architecture. In others, such a name is that of a bias."""
-IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
+IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
 """Prefixes of the tensors for images, in models for texts and images."""
 OTHER_HEADS = (
     *("cls.", "lm_head.", "pooler.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "decoder.", "head."),
@@ -58,13 +58,15 @@ def _drafts(name: str, config: ModelConfig) -> bool:
     return name.startswith(before) and number.isdecimal() and int(number) >= config.num_layers
 
 
-def rules_of(config: ModelConfig) -> list[Rule]:
-    """The rules for a checkpoint of floats."""
+def rules_of(config: ModelConfig, *, has_tower: bool = False) -> list[Rule]:
+    """The rules for a checkpoint of floats. `has_tower`: a vision tower is read, but it need not use all tensors for
+    images."""
     rules = [Rule("rotary frequencies are computed from config.json", lambda name: name.endswith(ROTARY))]
     if (masks := MASKS.get(config.architecture)) is not None:
         rules.append(Rule("causal masks are computed", lambda name: name.endswith(masks)))
     if is_part(config.layout):
-        rules.append(Rule("images are not served", lambda name: name.removeprefix("model.").startswith(IMAGES)))
+        images = "the vision tower does not use them" if has_tower else "images are not served"
+        rules.append(Rule(images, lambda name: name.removeprefix("model.").startswith(IMAGES)))
     rules.append(Rule("multi-token prediction is not supported", lambda name: _drafts(name, config)))
     if not config.generates:
         base = config.layout.layers.partition(".")[0]

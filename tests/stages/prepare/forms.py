@@ -16,6 +16,8 @@ from transformers import (
     AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
 )
@@ -78,6 +80,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "gemma3": _gemma3,
     "mistral3": _mistral3,
+    "idefics3": lambda: Idefics3ForConditionalGeneration(
+        Idefics3Config(text_config={**TEXT, "model_type": "llama"}, vision_config=VISION, image_token_id=5)
+    ),
     "ministral3": lambda: _mistral3(
         "ministral3", rope_parameters=tiny_architectures.VARIANTS["ministral3"].changes["rope_parameters"]
     ),
@@ -171,7 +176,7 @@ def reference(path: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoConfig.from_pretrained(path).model_type
-    loader = AutoModelForImageTextToText if kind in ("gemma3", "mistral3") else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if kind in ("gemma3", "mistral3", "idefics3") else AutoModelForCausalLM
     made, info = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"], "no reference: transformers makes up weights"
     return made.eval()

@@ -154,6 +154,10 @@ HEADS: dict[str, tuple[str, list[Change], str]] = {
     "mistral3, both false, another head": (
         "mistral3", [config(tie_word_embeddings=False), head("lm_head.weight")], "images are not served",
     ),
+    "idefics3": ("idefics3", [], "images are not served"),
+    "idefics3 without model.": (
+        "idefics3", [lambda folder: folder.rename(lambda name: name.removeprefix("model."))], "images are not served",
+    ),
     "mistral3, the same head": ("mistral3", [same_head("lm_head.weight", EMBEDDING)], "the LM head equals the embed"),
 }  # fmt: skip
 """The model, what is done to its folder, and what its notes say."""

@@ -1,0 +1,127 @@
+"""The vision tower of a model for texts and images: what makes rows of embeddings from pixels. In a prepared folder it
+is `vision.json`, which is missing if the model has no tower that we compute.
+
+pixels ─► patches ─► layers, as those of an encoder ─► norm ─► squares of patches as one row ─► matrices ─► rows
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pipeline.runtime.model.model_config import Activation, ModelConfig, NormKind
+from pipeline.runtime.model.model_folder import VISION, read_file
+
+Positions = Literal["table", "buckets"]
+
+
+class Pixels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the tower reads instead of a byte of a channel: (byte * scale - mean) / std."""
+
+    scale: float
+    mean: list[float]
+    """For each channel."""
+    std: list[float]
+    """For each channel."""
+
+
+class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A matrix of the projector, and what follows it."""
+
+    num_outputs: int
+    bias: bool = False
+    activation: Activation | None = None
+
+
+class Projector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the hidden states of patches become rows of the language model."""
+
+    merge: int = 1
+    """The side of the squares of patches whose hidden states lie side by side in a row: those of the first line from
+    left to right, then those of the next one."""
+    mean: int = 1
+    """The side of the squares of patches whose hidden states become their mean."""
+    norm: NormKind | None = None
+    """Of each patch, or of each mean."""
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    """As in `ModelConfig`."""
+    matrices: list[Matrix]
+    """The last one has as many outputs as the language model's hidden states."""
+
+
+class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The configuration of a vision tower."""
+
+    format: Literal[1] = 1
+    encoder: ModelConfig
+    """The layers. Its layout has the names of the tower's other tensors too: `vision.patches`, `vision.positions`,
+    `vision.class`, `vision.projector.norm`, and `vision.projector.0` and so on. Its weight files are those that have
+    tensors of the tower; `max_position` is the number of positions in the table."""
+    final_norm: bool = True
+    """Whether the hidden states are normalized after the last layer."""
+    image_size: int
+    """Pixels of a side of the images that the table of positions is for."""
+    patch_size: int
+    """Pixels of a side of a patch."""
+    num_channels: int = 3
+    patch_bias: bool = True
+    class_token: bool = False
+    """Whether the first position is that of a token which stands for the whole image. It makes no row."""
+    positions: Positions = "table"
+    """"table": images have `image_size`, and patch i the row i of the table, behind that of the class token.
+    "buckets": the sides of images are cut into as many equal parts as the table has; images may be smaller."""
+    pixels: Pixels
+    projector: Projector
+
+    @property
+    def side(self) -> int:
+        """Patches of a side of the images that the table of positions is for."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        return self.num_channels * self.patch_size**2
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of the largest image."""
+        return self.side**2 + self.class_token
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a row that the tower makes: the language model's hidden size."""
+        return self.projector.matrices[-1].num_outputs
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in its matrices, and in the table of positions."""
+        config, width, found = self.encoder, self.encoder.hidden_size * self.projector.merge**2, 0
+        for matrix in self.projector.matrices:
+            found, width = found + width * matrix.num_outputs, matrix.num_outputs
+        per_layer = 4 * config.num_heads * config.head_dim + (3 if config.gated else 2) * config.intermediate_size
+        return found + config.hidden_size * (config.num_layers * per_layer + self.patch_width + config.max_position)
+
+    def num_rows(self, height: int, width: int) -> int:
+        """Rows of an image of so many pixels. Raises ValueError if the tower can't take it."""
+        step = self.patch_size * self.projector.merge * self.projector.mean
+        most = self.side * self.patch_size
+        fits = height == width == most if self.positions == "table" else 0 < height <= most and 0 < width <= most
+        if not fits or height % step or width % step:
+            words = (
+                f"{most} x {most} pixels"
+                if self.positions == "table"
+                else f"multiples of {step} pixels, up to {most} x {most}"
+            )
+            raise ValueError(f"an image of {height} x {width} pixels; this model's have {words}")
+        return (height // step) * (width // step)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "VisionConfig | None":
+        """Read `vision.json`; None if there is none. Raises msgspec.ValidationError, which is a bug in prepare."""
+        path = Path(folder) / VISION
+        return msgspec.json.decode(read_file(path), type=cls) if path.is_file() else None
+
+    def save(self, folder: str | Path) -> None:
+        (Path(folder) / VISION).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))

@@ -1,0 +1,183 @@
+"""A vision tower on a CPU: pixels to rows of embeddings of the language model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.config.settings import Settings
+from pipeline.config.values.sizes import size_words
+from pipeline.errors import UserError
+from pipeline.kernels.patches import CENTER, PatchInputs, PixelArray, cut
+from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.runtime.model.kv_groups import scratch
+from pipeline.runtime.model.vision_config import VisionConfig
+from pipeline.shm.available import available_bytes
+from pipeline.stages.execute.cpu.backend import Library, library_of_draft
+from pipeline.stages.execute.cpu.native.tower import NativeTower
+from pipeline.stages.execute.cpu.precision import with_activations
+from pipeline.stages.execute.cpu.program import ProgramPlan
+from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.vision.hidden_states import normalized, position_rows, rows_of
+from pipeline.stages.execute.vision.tower import build, computed_config, projector_norm
+from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
+
+if TYPE_CHECKING:
+    from pipeline.stages.execute.cpu.pytorch.tower import TorchTower
+
+STEP_TOKENS = 1024
+"""Tokens of a step at the most, if no image has more. The matrices are read once for so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image, or its tiles, which have one size."""
+
+    pixels: PixelArray
+    """uint8 [tiles, channels, height, width]"""
+    grid: tuple[int, ...] = ()
+    """As in `ProcessedImage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    pixels: PixelArray
+    """uint8 [channels, height, width]"""
+    out: FloatArray
+    """float32 [rows, hidden_size]"""
+    grid: tuple[int, int]
+    num_tokens: int
+
+
+class VisionEncoder:
+    """The tower of a prepared model. `encode` computes images one step after the other; each has the same bits alone
+    and beside others."""
+
+    def __init__(
+        self, settings: Settings, folder: Path, vision: VisionConfig, num_threads: int, of_model: Library | None
+    ) -> None:
+        """`of_model` is the library of the language model. Raises UserError if a tensor is missing, the memory does not
+        suffice, or the settings name kernels that can't compute the tower."""
+        self.config = vision
+        config = computed_config(vision)
+        library = library_of_draft(settings, config, of_model) if of_model is not None else None
+        float_format = FLOAT_FORMATS[settings.execute.dtype]
+        weights = Weights(folder, vision.encoder, float_format, keeps_floats=library is not None)
+        _require_room(vision, 2 if library is not None or float_format == "bf16" else 4)
+        settings = with_activations(settings, weights, library)
+        most = max(STEP_TOKENS, vision.max_num_tokens)
+        self._max_num_tokens = most
+        max_num_tiles = max(1, most // (vision.max_num_tokens if vision.positions == "table" else BLOCK_SIZE))
+        self._max_num_tiles = max_num_tiles
+        num_blocks = -(-most // BLOCK_SIZE) + max_num_tiles
+        max_blocks = -(-vision.max_num_tokens // BLOCK_SIZE)
+        self._inputs = StepInputs(most, max_num_tiles, max_blocks, max_num_samples=1, is_causal=False)
+        self._patches = PatchInputs(most, vision.patch_width)
+        layout = scratch(config.num_layers)
+        plan = ProgramPlan(
+            settings=settings,
+            config=config,
+            inputs=self._inputs,
+            sampling_inputs=SamplingInputs(1, config.vocab_size),
+            scores=ScoreInputs(1),
+            kv=KVPlan(num_blocks, max(vision.max_num_tokens, 1), layout, touches=False),
+            num_threads=num_threads,
+        )
+        self.program = _make(library, plan, self._patches)
+        self._positions = build(vision, weights, self.program, most, float_format)
+        self._norm = self.program.last_norm
+        norm = projector_norm(vision, weights)
+        self._projector_norm = None if norm is None else norm.as_arrays()
+
+    def encode(self, items: Sequence[MediaItem], out: Sequence[FloatArray]) -> None:
+        """Write the rows of each item: float32 [tiles * rows of a tile, hidden_size], tile after tile. Raises
+        ValueError for pixels or rows that the tower can't take."""
+        tiles = [tile for item, rows in zip(items, out, strict=True) for tile in self._tiles(item, rows)]
+        begin = 0
+        while begin < len(tiles):
+            end, num = begin + 1, tiles[begin].num_tokens
+            while end < len(tiles) and end - begin < self._max_num_tiles:
+                if (num := num + tiles[end].num_tokens) > self._max_num_tokens:
+                    break
+                end += 1
+            self._compute(tiles[begin:end])
+            begin = end
+
+    def num_rows(self, item: MediaItem) -> int:
+        """Rows of an item. Raises ValueError for pixels that the tower can't take."""
+        num, channels, height, width = item.pixels.shape
+        if item.pixels.dtype != np.uint8 or channels != self.config.num_channels:
+            raise ValueError(f"pixels are {item.pixels.dtype} with {channels} channels, not uint8 with 3")
+        return int(num) * self.config.num_rows(height, width)
+
+    def close(self) -> None:
+        """Free threads and memory."""
+        self.program.close()
+
+    def _tiles(self, item: MediaItem, out: FloatArray) -> list[_Tile]:
+        num_rows, num = self.num_rows(item), len(item.pixels)
+        if out.shape != (num_rows, self.config.hidden_size) or out.dtype != np.float32:
+            raise ValueError(
+                f"rows are {out.dtype} {list(out.shape)}, not float32 {[num_rows, self.config.hidden_size]}"
+            )
+        size, each = self.config.patch_size, num_rows // num
+        grid = item.pixels.shape[2] // size, item.pixels.shape[3] // size
+        num_tokens = grid[0] * grid[1] + self.config.class_token
+        return [_Tile(pixels, out[i * each : (i + 1) * each], grid, num_tokens) for i, pixels in enumerate(item.pixels)]
+
+    def _compute(self, tiles: list[_Tile]) -> None:
+        """Compute tiles in one step."""
+        vision, class_token = self.config, int(self.config.class_token)
+        self.fill(tiles)
+        self.program.run()
+        hidden, begin = self.program.residual(), 0
+        rows = []
+        for tile in tiles:
+            x = hidden[begin + class_token : begin + tile.num_tokens]
+            begin += tile.num_tokens
+            if self._norm is not None:
+                x = normalized(x, self._norm, vision.encoder.norm, vision.encoder.rms_norm_eps)
+            rows.append(rows_of(x, tile.grid, vision.projector, self._projector_norm))
+        made, begin = self.program.projected(np.concatenate(rows)), 0
+        for tile in tiles:
+            tile.out[:] = made[begin : begin + len(tile.out)]
+            begin += len(tile.out)
+
+    def fill(self, tiles: list[_Tile]) -> None:
+        """Set the step of some tiles."""
+        vision, class_token = self.config, int(self.config.class_token)
+        counts: IntArray = np.array([tile.num_tokens for tile in tiles], np.int32)
+        num_blocks = -(-counts // BLOCK_SIZE)
+        table = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())
+        ids, zeros = np.zeros(counts.sum(), np.int32), np.zeros(len(tiles), np.int32)
+        # Entries after a tile's own blocks are not read.
+        self._inputs.fill(ids, zeros, counts, table.astype(np.int32), zeros.astype(np.bool_))
+        residual, begin = self.program.residual(), 0
+        for tile in tiles:
+            end = begin + tile.num_tokens
+            self._patches.pixels[begin : begin + class_token] = CENTER
+            self._patches.pixels[begin + class_token : end] = cut(tile.pixels, vision.patch_size)
+            np.take(self._positions, position_rows(vision, *tile.grid), axis=0, out=residual[begin:end])
+            begin = end
+
+
+def _make(library: Library | None, plan: ProgramPlan, patches: PatchInputs) -> "NativeTower | TorchTower":
+    """An empty program of the library, or of torch."""
+    if library is not None:
+        return NativeTower(library.loaded, library.isa, plan, patches)
+    from pipeline.stages.execute.cpu.pytorch.tower import TorchTower
+
+    return TorchTower(plan, patches)
+
+
+def _require_room(vision: VisionConfig, item_bytes: int) -> None:
+    num_bytes, available = vision.num_weights * item_bytes, available_bytes()
+    if num_bytes > available:
+        raise UserError(
+            f"the vision tower of {vision.encoder.name} takes {size_words(num_bytes, up=True)}, but only "
+            f"{size_words(available)} of memory are free: lower execute.kv_cache_bytes"
+        )

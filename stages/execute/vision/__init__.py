@@ -1,0 +1,1 @@
+"""Vision towers: pixels to rows of embeddings of the language model."""

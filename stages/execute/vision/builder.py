@@ -1,0 +1,43 @@
+"""What a vision tower's program has beyond that of a language model."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
+from pipeline.runtime.model.model_config import Activation
+from pipeline.stages.execute.program import Linear, Norm, ProgramBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class PatchWeights:
+    """What makes hidden states of the bytes of patches."""
+
+    linear: Linear
+    """[hidden_size, numbers of a patch]. It multiplies bytes minus CENTER (kernels/patches.py)."""
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorMatrix:
+    """A matrix of the projector."""
+
+    linear: Linear
+    activation: Activation | None = None
+
+
+class TowerBuilder(ProgramBuilder):
+    """Records a tower: `patches` first, then layers, `pool`, and `project` last."""
+
+    @abstractmethod
+    def patches(self, weights: PatchWeights) -> None:
+        """residual = norm(residual + linear(pixels)). The caller writes the positions into `residual` before each
+        step, and the pixels of the tokens into the `PatchInputs`."""
+
+    @abstractmethod
+    def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
+        """The projector, which `projected` computes."""
+
+    @abstractmethod
+    def projected(self, rows: FloatArray) -> FloatArray:
+        """The projector's results of rows, float32 [rows, outputs of the last matrix], of float32 [rows, inputs of the
+        first one]. Valid until the next call."""

@@ -1,0 +1,59 @@
+"""What is computed in numpy between the layers of a vision tower and its projector: norms, and squares of patches.
+
+Each row is computed by itself, so it has the same bits alone and in any batch.
+"""
+
+import numpy as np
+
+from pipeline.kernels.patches import squares
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
+from pipeline.kernels.step_inputs import LongArray
+from pipeline.runtime.model.model_config import NormKind
+from pipeline.runtime.model.vision_config import Projector, VisionConfig
+from pipeline.stages.execute.program import Norm
+
+
+def normalized(x: FloatArray, norm: Norm, kind: NormKind, eps: float) -> FloatArray:
+    """x [rows, width] float32 after a norm whose arrays are float32."""
+    if kind == "layer":
+        x = x - x.mean(axis=1, keepdims=True)
+    factor = 1 / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(eps))
+    out: FloatArray = x * factor * np.asarray(norm.weight)
+    if norm.bias is not None:
+        out += np.asarray(norm.bias)
+    return out
+
+
+def rows_of(x: FloatArray, grid: tuple[int, int], projector: Projector, norm: Norm | None) -> FloatArray:
+    """The projector's input [rows, hidden_size * merge ** 2], of the hidden states [patches, hidden_size] of an image
+    with a grid of so many lines and columns of patches."""
+    lines, columns = grid
+    if projector.mean > 1:
+        x = x[squares(lines, columns, projector.mean)].mean(axis=1, dtype=np.float32)
+        lines, columns = lines // projector.mean, columns // projector.mean
+    if norm is not None:
+        assert projector.norm is not None
+        x = normalized(x, norm, projector.norm, projector.norm_eps)
+    if projector.merge > 1:
+        x = x[squares(lines, columns, projector.merge)].reshape(-1, projector.merge**2 * x.shape[1])
+    return x
+
+
+def position_rows(vision: VisionConfig, lines: int, columns: int) -> LongArray:
+    """The row of each token of an image in the table of positions."""
+    if vision.positions == "table":
+        return np.arange(lines * columns + vision.class_token, dtype=np.int64)
+    side = vision.side
+    of_lines, of_columns = _buckets(lines, side), _buckets(columns, side)
+    rows: LongArray = (of_lines[:, None] * side + of_columns).reshape(-1)
+    return rows
+
+
+def _buckets(num: int, side: int) -> LongArray:
+    """The part of each of `num` patches of a side, among `side` equal parts of it (`Idefics3VisionEmbeddings` in
+    transformers, whose numbers are float32)."""
+    step = 1 / side
+    boundaries = (step + np.arange(np.ceil((1 - step) / step)) * step).astype(np.float32)
+    begins = np.arange(num, dtype=np.float32) * (np.float32(1) / np.float32(num))
+    found: LongArray = np.searchsorted(boundaries, np.minimum(begins, np.float32(1 - 1e-6)), side="right")
+    return found.astype(np.int64)

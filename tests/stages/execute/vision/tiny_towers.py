@@ -1,0 +1,151 @@
+"""Tiny random models for texts and images, made by transformers from a config and prepared from their folders."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from pipeline.config.settings import Settings
+from pipeline.runtime.model.vision_config import VisionConfig
+from pipeline.stages.execute.cpu.backend import choose_library
+from pipeline.stages.execute.cpu.vision import MediaItem, VisionEncoder
+from pipeline.stages.execute.vision.tower import computed_config
+from pipeline.stages.prepare.stage import prepare
+from tests.media.model_files import TOKENS
+from tests.stages.prepare import checkpoints
+
+TEXT = {
+    "model_type": "llama",
+    "vocab_size": 608,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SCALE, MEAN, STD = 1 / 255, [0.481, 0.458, 0.408], [0.269, 0.261, 0.276]
+PREPROCESSOR = {
+    "do_rescale": True,
+    "rescale_factor": SCALE,
+    "do_normalize": True,
+    "image_mean": MEAN,
+    "image_std": STD,
+}
+
+
+def _idefics3(model: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Smaller images are padded at the right and below, as its image processor does, and their rows cut out."""
+    vision, merge = model.config.vision_config, model.config.scale_factor
+    num, _, height, width = pixels.shape
+    side, step = vision.image_size, vision.patch_size * merge
+    padded, mask = torch.zeros(1, num, 3, side, side), torch.zeros(1, num, side, side, dtype=torch.bool)
+    padded[0, :, :, :height, :width] = pixels
+    mask[0, :, :height, :width] = True
+    rows = torch.cat(list(model.get_image_features(padded, mask).pooler_output))
+    grid = rows.view(num, side // step, side // step, -1)[:, : height // step, : width // step]
+    return grid.reshape(num, -1, rows.shape[-1])
+
+
+@dataclass(frozen=True)
+class Variant:
+    kind: str
+    vision: dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the whole config."""
+    theirs: Callable[[Any, torch.Tensor], torch.Tensor] = _idefics3
+    """transformers' rows of pixels [tiles, channels, height, width]: [tiles, rows, width]."""
+    sizes: Sequence[tuple[int, int]] = ((48, 48),)
+    """Heights and widths of images."""
+    processor: dict[str, Any] = field(default_factory=lambda: {"image_processor_type": "Idefics3ImageProcessor"})
+    """Of preprocessor_config.json."""
+
+
+SIGLIP = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 48,
+    "patch_size": 8,
+}
+VARIANTS: dict[str, Variant] = {
+    "idefics3": Variant("idefics3", SIGLIP, {"scale_factor": 2}, sizes=((48, 48), (48, 16), (32, 48), (16, 16))),
+    "smolvlm, padded heads": Variant(
+        "smolvlm", {**SIGLIP, "num_attention_heads": 2, "hidden_act": "gelu"}, {"scale_factor": 3}
+    ),
+}
+
+
+def make(variant: Variant, seed: int = 0) -> Any:
+    """The model in transformers, float32, whose hidden states differ enough to detect errors."""
+    config = AutoConfig.for_model(variant.kind, text_config=TEXT, vision_config=variant.vision, **variant.changes)
+    model = AutoModelForImageTextToText.from_config(config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name.lower()
+            if parameter.dim() > 1 and not is_norm:
+                parameter.normal_(0, 0.15)
+            else:
+                # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
+                parameter.add_(torch.randn_like(parameter) * (0.1 if is_norm else 0.5))
+    return model.eval()
+
+
+def save(folder: Path, variant: Variant, model: Any) -> Path:
+    """A folder of the model as transformers writes it."""
+    source = checkpoints.save_folder(
+        folder / "source", model, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS])
+    tokenizer.save(str(source / "tokenizer.json"))
+    ids = {f"image_token_{end}": tokenizer.token_to_id("<image>") for end in ("id", "index")}
+    checkpoints.edit_config(source, **ids)
+    (source / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSOR, **variant.processor}))
+    return source
+
+
+def prepared(folder: Path, source: Path, **others: Any) -> Path:
+    return prepare(Settings(model=str(source), cache_dir=str(folder / "cache"), **others))
+
+
+def images(num: int, height: int, width: int, seed: int = 0) -> np.ndarray:
+    """uint8 [num, 3, height, width]: noise over a gradient, so that means differ."""
+    random = np.random.default_rng([seed, height, width])
+    gradient = np.linspace(0, 120, width)
+    noise: np.ndarray = random.integers(0, 136, (num, 3, height, width))
+    return (noise + gradient).astype(np.uint8)
+
+
+def normalized(pixels: np.ndarray) -> torch.Tensor:
+    """What transformers' tower reads: [num, 3, height, width] float32."""
+    values = torch.from_numpy(pixels).double() * SCALE
+    mean, std = (torch.tensor(each, dtype=torch.float64) for each in (MEAN, STD))
+    return ((values - mean[:, None, None]) / std[:, None, None]).float()
+
+
+def encoder(folder: Path, settings: Settings) -> VisionEncoder:
+    """The tower of a prepared folder, in torch or in the CPU library."""
+    vision = VisionConfig.load(folder)
+    assert vision is not None
+    library = choose_library(settings, computed_config(vision)) if settings.execute.kernels != "torch" else None
+    return VisionEncoder(settings, folder, vision, 1, library)
+
+
+def encode(tower: VisionEncoder, *pixels: np.ndarray) -> list[np.ndarray]:
+    """The rows of each item, [rows, width]."""
+    items = [MediaItem(each) for each in pixels]
+    out = [np.full((tower.num_rows(item), tower.config.hidden_size), np.nan, np.float32) for item in items]
+    tower.encode(items, out)
+    return out
