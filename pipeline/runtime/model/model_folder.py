@@ -4,6 +4,7 @@ model.json            `ModelConfig` in model_config.py
 vision.json           `VisionConfig` in vision_config.py; missing if the model reads no images
 tokenizer.json        for the `tokenizers` package
 added_tokens.jsonl    its added tokens, for the gateway (pipeline/text/formats/added_tokens.py)
+vocabulary.json       how large its vocabulary is (pipeline/runtime/model/vocabulary_size.py)
 chat_template.jinja   missing if the model has none
 chat_template.tool_use.jinja   for chats with tools, if the model has a separate template
 media.json            how images are processed (pipeline/media/config.py); missing if the model reads none

@@ -287,11 +287,11 @@ class ModelManager:
         )
         self._errors.watch(model.name, model.thread.thread_name)
 
-    def _admit(self, name: str, num_bytes: int, vocab_size: int) -> bool:
+    def _admit(self, name: str, num_bytes: int, asleep_bytes: int) -> bool:
         """Called in a model's thread, when it is prepared and its size is known."""
         with self._admitting:
             model = self._models[name]
-            model.num_bytes, model.vocab_size = num_bytes, vocab_size
+            model.num_bytes, model.asleep_bytes = num_bytes, asleep_bytes
             fits = self._waiting.decide(model, num_bytes).loads
         self._post(name, "admitted" if fits else "no room", num_bytes)
         return fits

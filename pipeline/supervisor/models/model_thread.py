@@ -19,9 +19,8 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime.log.logs import of_model
 from pipeline.runtime.messages.models import ModelState
-from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.runtime.model.weight_headers import weight_facts
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.supervisor.models.memory import PROCESSES_BYTES, needs_of
 from pipeline.supervisor.models.shared_gateway import ModelGateway, SharedGateway
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import THREAD
@@ -36,14 +35,6 @@ from pipeline.supervisor.supervisor import Supervisor
 if TYPE_CHECKING:
     from pipeline.supervisor.processes.child import Child
     from pipeline.supervisor.restart.sleep import Sleeper
-
-PROCESSES_BYTES = 320 * 1024**2
-"""What the processes of a model take besides its weights, KV cache and swap space, at most. Measured: 117 MiB of a tiny
-model, 163 of SmolLM2-135M, 283 of Qwen2.5-Coder-1.5B with two threads."""
-SLEEPING_BYTES = 128 * 1024**2
-SLEEPING_ENTRY_BYTES = 800
-"""What they take while the model sleeps: so much, and for each entry of its vocabulary, which ingest and detokenize
-have. Measured: 96, 127 and 208 MiB of the same models, whose vocabularies have 608, 49,152 and 151,936 entries."""
 
 Turn = Literal["awake", "falling asleep", "asleep", "waking"]
 Event = Literal["admitted", "no room", "serving", "asleep", "not asleep", "awake", "not awake", "ended"]
@@ -81,8 +72,8 @@ class ManagedModel(msgspec.Struct, eq=False):
     """What it has saved while it sleeps."""
     num_turns: int = 0
     """How often it was put to sleep for another one."""
-    vocab_size: int = 0
-    """0 if that is not known yet."""
+    asleep_bytes: int = 0
+    """What its processes take while it sleeps; 0 if that is not known yet."""
 
     @property
     def has_memory(self) -> bool:
@@ -106,7 +97,7 @@ class ManagedModel(msgspec.Struct, eq=False):
         cache if that is in memory."""
         execute = self.settings.execute
         saved = self.saved_bytes if self.turn == "asleep" else kv_bytes_in_ram(self.settings) * execute.num_ranks
-        processes = SLEEPING_BYTES + SLEEPING_ENTRY_BYTES * self.vocab_size if self.vocab_size else PROCESSES_BYTES
+        processes = self.asleep_bytes or PROCESSES_BYTES
         return processes + execute.swap_bytes + (0 if execute.swap_dir else saved)
 
 
@@ -128,8 +119,8 @@ class ModelThread:
         fork_server: ForkServer | None = None,
     ) -> None:
         """The first two are called in the thread, with the name: `admit` with the bytes that the prepared model needs
-        and the size of its vocabulary, and `report` with the other events. `restart_server` replaces the whole server;
-        it gets what has a function called in this thread, to answer."""
+        and those that its processes take while it sleeps, and `report` with the other events. `restart_server` replaces
+        the whole server; it gets what has a function called in this thread, to answer."""
         self._fork_server = fork_server
         self._name, self._settings = name, settings
         self._listeners = listeners
@@ -226,21 +217,5 @@ class ModelThread:
         return ModelGateway(msgspec.structs.replace(launch, model=self._name), self._gateway, waits=waits)
 
     def _fits(self, prepared: m.Prepared) -> bool:
-        folder = Path(prepared.model_dir)
-        return self._admit(self._name, needed_bytes(self._settings, folder), ModelConfig.load(folder).vocab_size)
-
-
-def needed_bytes(settings: Settings, folder: Path | None) -> int:
-    """What a model needs of memory_bytes: of the GPU's memory, if it is there. Without a prepared `folder`, what is
-    known before: all but its weights."""
-    execute = settings.execute
-    kv_bytes = kv_bytes_in_ram(settings) * execute.num_ranks
-    if execute.device != "cpu":
-        kv_bytes = execute.kv_cache_bytes * execute.num_ranks
-    if folder is None:
-        return PROCESSES_BYTES + kv_bytes
-    config = ModelConfig.load(folder)
-    if not config.generates:
-        kv_bytes = 0
-    weights = weight_facts(config.weight_paths(folder)).num_bytes
-    return PROCESSES_BYTES + weights + kv_bytes + execute.swap_bytes
+        needs = needs_of(self._settings, Path(prepared.model_dir))
+        return self._admit(self._name, needs.awake, needs.processes_asleep)

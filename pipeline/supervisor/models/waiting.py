@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from pipeline.config.values.sizes import size_words
-from pipeline.supervisor.models.model_thread import Event, ManagedModel, needed_bytes
+from pipeline.supervisor.models.memory import needed_before
+from pipeline.supervisor.models.model_thread import Event, ManagedModel
 from pipeline.supervisor.models.placement import Decision, Occupant, decide, turn_bytes
 
 WAKE_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)
@@ -69,7 +70,7 @@ class WaitingModels:
 
     def needed(self, model: ManagedModel) -> int:
         """What it needs while it is awake."""
-        return model.num_bytes or needed_bytes(model.settings, None)
+        return model.num_bytes or needed_before(model.settings)
 
     def turn(self) -> None:
         """Load and wake what fits, and make room for the others."""

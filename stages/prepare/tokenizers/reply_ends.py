@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from pipeline.config.settings import ChatSettings
+from pipeline.runtime.model import vocabulary_size
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.text.formats import added_tokens
@@ -22,10 +23,11 @@ from pipeline.text.formats.chat_formats import ChatFormats
 
 
 def add_reply_ends(folder: Path, timeout_s: float) -> None:
-    """Write the added tokens of a prepared folder, and change its config. Raises ModelError if finding the format takes
+    """Write the added tokens and the size of the vocabulary of a prepared folder, and change its config. Raises ModelError if finding the format takes
     longer than `timeout_s`: preparing a model may take an hour, but not because of its chat template."""
     config = ModelConfig.load(folder)
     added_tokens.write(folder)
+    vocabulary_size.write(folder)
     with _deadline(
         timeout_s,
         f"{config.name}: recognizing the format of its chat template took more than {timeout_s:g} s "

@@ -36,7 +36,7 @@ model = "{folders}/bert"
 model = "{folders}/llama"
 load_at_start = false
 [models.huge.execute]
-kv_cache_bytes = "700MiB"
+kv_cache_bytes = "450MiB"
 [models.late]
 model = "{folders}/wrong.gguf"
 load_at_start = false
@@ -46,7 +46,7 @@ load_at_start = false
 """
     top = "[gateway]\nsse_keep_alive_s = 0.1\n[supervisor]\ndrain_timeout_s = 0.5"
     (folders / "wrong.gguf").write_bytes(b"GGUF")
-    with Server(config=config(folders, "small", "700MiB", tables, top)) as server:
+    with Server(config=config(folders, "small", "450MiB", tables, top)) as server:
         yield server
 
 
@@ -74,7 +74,7 @@ def test_models_that_fit_are_loaded_at_the_start_in_order_and_the_log_says_why_n
     found = states(small)
     assert (found["chat"], found["other"], found["vectors"]) == ("loaded", "loaded", "unloaded")
     line = small.wait_for_line("does not fit now", 10)
-    assert "model=vectors" in line and "needs=320MiB" in line and "free=" in line
+    assert "model=vectors" in line and "needs=192MiB" in line and "free=" in line
 
 
 def test_a_request_loads_its_model_and_the_idle_one_leaves_for_it(small: Server) -> None:
@@ -160,7 +160,7 @@ def test_a_zeromq_stream_goes_on_when_its_model_was_unloaded_under_it(small: Ser
 
 def test_a_model_that_can_never_fit_is_refused_with_the_reason(small: Server) -> None:
     status, body = error_of(small, "/v1/completions", {"model": "huge", "prompt": "x"})
-    assert status == 503 and "memory_bytes is 700MiB, of which pinned models have" in body["error"]["message"]
+    assert status == 503 and "memory_bytes is 450MiB, of which pinned models have" in body["error"]["message"]
     assert statuses(small)["huge"]["failed"]
     assert completion(small, "chat")["choices"], "the others serve"
 

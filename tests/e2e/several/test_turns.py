@@ -28,13 +28,13 @@ RECOMPUTED = "pipeline_schedule_recomputed_prompt_tokens_total"
 
 @pytest.fixture(scope="module")
 def server(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of three models with room for one that is awake and two that sleep: 704 MiB and 2 * 129 MiB."""
+    """A server of three models with room for one that is awake and two that sleep: 578 MiB and 2 * 130 MiB."""
     tables = f'[execute]\nswap_dir = "{tmp_path_factory.mktemp("swap")}"\nkv_cache_bytes = "384MiB"\nnum_threads = 1\n'
     for index, name in enumerate(NAMES):
         save_folder(folders / name, tiny_llama(num_hidden_layers=2 + index, max_position_embeddings=1024))
         tables += f'[models.{name}]\nmodel = "{folders}/{name}"\nload_at_start = false\n'
     path = folders / "turns.toml"
-    top = f'cache_dir = "{folders}/cache"\nmemory_bytes = "1400MiB"\nswap_quantum_s = {QUANTUM_S}\n'
+    top = f'cache_dir = "{folders}/cache"\nmemory_bytes = "1100MiB"\nswap_quantum_s = {QUANTUM_S}\n'
     path.write_text(f"{top}[gateway]\nsse_keep_alive_s = 0.1\n[supervisor]\nmax_restarts = 1000\n{tables}")
     with Server(config=path) as server:
         server.wait_for_line("ready on http", 60)

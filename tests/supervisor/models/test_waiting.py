@@ -12,12 +12,8 @@ from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.supervisor.models import waiting
 from pipeline.supervisor.models.manager import ModelManager
-from pipeline.supervisor.models.model_thread import (
-    PROCESSES_BYTES,
-    SLEEPING_BYTES,
-    SLEEPING_ENTRY_BYTES,
-    ManagedModel,
-)
+from pipeline.supervisor.models.memory import PROCESSES_BYTES, SLEEPING_BYTES
+from pipeline.supervisor.models.model_thread import ManagedModel
 from pipeline.supervisor.models.waiting import WAKE_PAUSES_S, WaitingModels
 from pipeline.supervisor.stopping import EXIT_OK
 
@@ -118,8 +114,7 @@ def test_a_model_that_sleeps_keeps_its_processes_and_what_it_has_saved(bench: Be
     one = bench.models["b"]
     kv_bytes = kv_bytes_in_ram(one.settings)
     assert one.stays_bytes == PROCESSES_BYTES + one.settings.execute.swap_bytes + kv_bytes, "before it is prepared"
-    one.vocab_size = 50_000
-    processes = SLEEPING_BYTES + 50_000 * SLEEPING_ENTRY_BYTES
+    one.asleep_bytes = processes = SLEEPING_BYTES + 40 * MIB
     one.turn = "falling asleep"
     assert one.stays_bytes == processes + one.settings.execute.swap_bytes + kv_bytes
     bench.waiting.happened(one, "asleep", 7 * MIB)
@@ -168,7 +163,7 @@ def test_the_log_says_once_why_a_model_takes_no_turns(
         one.turn()
     fields = {"model": "b", "after": "a"}
     if quantum_s:  # each of them while the other sleeps with all of its KV cache
-        fields |= {"turns_need": "1832MiB", "memory_bytes": "1200MiB"}
+        fields |= {"turns_need": "1704MiB", "memory_bytes": "1200MiB"}
     assert [record.__dict__["fields"] for record in caplog.records] == [fields]
     one.waiting.drop("b")
     one.waiting.want(one.models["b"])

@@ -10,13 +10,14 @@ from typing import Any
 import psutil
 
 from pipeline.config.settings import Settings
-from pipeline.supervisor.models.model_thread import PROCESSES_BYTES, SLEEPING_BYTES, SLEEPING_ENTRY_BYTES
+from pipeline.runtime.model.vocabulary_size import VocabularySize
+from pipeline.supervisor.models.memory import PROCESSES_BYTES, SLEEPING_BYTES, VocabularyBytes
 from tools.benchmarks.served import Served
 
 KV_BYTES = 512 << 20
 WEIGHTS_BYTES = 160 << 20
-"""More than the weights of each of the models; less than `KV_BYTES`, so that two never fit."""
-VOCAB_SIZE = 50_000
+"""More than the weights and the logits of each of the models; less than `KV_BYTES`, so that two never fit."""
+VOCABULARY = VocabularySize("BPE", 50_000, 50_000)
 """The largest that there may be."""
 ASK_S = 30.0
 STAGES = ("ingest", "schedule", "execute", "detokenize")
@@ -37,8 +38,10 @@ def models_of(given: list[str], folder: Path) -> dict[str, str]:
 
 def memory_bytes(num_models: int) -> int:
     """Room for one model that is awake, and others that sleep."""
-    sleeping = SLEEPING_BYTES + SLEEPING_ENTRY_BYTES * VOCAB_SIZE
-    return PROCESSES_BYTES + KV_BYTES + WEIGHTS_BYTES + (num_models - 1) * sleeping
+    vocabulary = VocabularyBytes.of(VOCABULARY)
+    sleeping = SLEEPING_BYTES + vocabulary.text + vocabulary.grammar
+    awake = PROCESSES_BYTES + vocabulary.text + 2 * vocabulary.grammar + KV_BYTES + WEIGHTS_BYTES
+    return awake + (num_models - 1) * sleeping
 
 
 def write_config(folder: Path, models: dict[str, str], quantum_s: float, num_threads: int) -> Path:
