@@ -23,8 +23,9 @@ from pipeline.text.formats.chat_formats import ChatFormats
 
 
 def add_reply_ends(folder: Path, timeout_s: float) -> None:
-    """Write the added tokens and the size of the vocabulary of a prepared folder, and change its config. Raises ModelError if finding the format takes
-    longer than `timeout_s`: preparing a model may take an hour, but not because of its chat template."""
+    """Write the added tokens and the size of the vocabulary of a prepared folder, and change its config. Raises
+    ModelError if finding the format takes longer than `timeout_s`: preparing a model may take an hour, but not because
+    of its chat template."""
     config = ModelConfig.load(folder)
     added_tokens.write(folder)
     vocabulary_size.write(folder)

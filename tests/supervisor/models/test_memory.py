@@ -21,8 +21,8 @@ MEASURED = {
     VocabularySize("BPE", 151_936, 151_387): (97, 19, 127, 126),
     VocabularySize("BPE", 262_144, 514_847): (286, 35, 398, 398),
 }
-"""SmolLM2, Qwen2.5 and Gemma 3: what ingest, detokenize, ingest's process for grammars and the executor's took more than
-with 608 entries, in MiB."""
+"""SmolLM2, Qwen2.5 and Gemma 3: what ingest, detokenize, ingest's process for grammars and the executor's took
+more than with 608 entries, in MiB."""
 PROGRAM = """
 import sys
 from tokenizers import Tokenizer
