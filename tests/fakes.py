@@ -3,7 +3,8 @@ reads back through the row's block table. A wrong block, a block freed too early
 stale row each change the sampled ids, so tests compare exact ids. With several KV groups, each stores the ids in blocks
 of its own, and reads those in its window: if they differ from the row's ids, the next ids are wrong. A slot of a
 recurrent state has the number of ids that it has absorbed and their hash: it must be at the position where an entry
-starts, and if its hash is not that of the row's ids, the next ids are wrong, too.
+starts, and if its hash is not that of the row's ids, the next ids are wrong, too. A row of the encoder cache is a hash
+of its item's key and its number, which KV blocks store in place of the ids of placeholders.
 """
 
 import random
@@ -26,8 +27,12 @@ SLOW_GRAMMAR, SLOW_S = "slow", 0.2
 EMPTY = -7
 """The content of a KV slot that was never written."""
 NO_BLOCK = -1
-"""In a block table, at places that no step may read."""
+"""In a block table, at slots that no step may read."""
 MAX_GROUPS = 16
+PIXELS_PER_KEY = 4
+"""An item's pixels are its key as often."""
+ENCODE_S = 0.001
+"""The reported time to encode a row."""
 
 
 def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> int:
@@ -40,6 +45,20 @@ def inline(array: Array) -> bytes:
     """The bytes of a message's array, which must not be in shared memory."""
     assert not isinstance(array, ShmRef)
     return array
+
+
+def encoded(key: bytes, row: int) -> int:
+    """What a row of a media item is."""
+    return VOCAB + int.from_bytes(blake2b(key + bytes([row]), digest_size=4).digest(), "little") % 10**6
+
+
+def contents_of(media: list[m.MediaItem]) -> dict[int, int]:
+    """What stands at positions of a prompt in place of ids."""
+    contents: dict[int, int] = {}
+    for item in media:
+        positions = [offset + index for offset, length in item.runs for index in range(length)]
+        contents |= {position: encoded(item.key, row) for row, position in enumerate(positions)}
+    return contents
 
 
 def logprob(token_id: int) -> float:
@@ -77,6 +96,8 @@ class _Row:
             [NO_BLOCK] * first + blocks.tolist() for first, blocks in zip(firsts, tables, strict=True)
         ]
         """By KV group."""
+        self.contents: dict[int, int] = {}
+        """`FakeExecutor.media` of its request."""
         self.has_read_wrong = False
         self.num_prompt = add.num_prompt
         self.dead = False
@@ -122,6 +143,7 @@ class FakeExecutor:
         groups: tuple[KVGroup, ...] = (FULL,),
         num_state_slots: int = 0,
         num_swap_state_slots: int = 0,
+        num_encoder_rows: int = 0,
     ) -> None:
         """`token_s` and `copy_s` are the reported times to compute a token and to copy a block. Of the ids that it
         proposes, `skill` are right, on average."""
@@ -136,6 +158,11 @@ class FakeExecutor:
         self.states: list[State | None] = [None] * (num_state_slots + num_swap_state_slots)
         """Those of the executor, followed by those of swap space."""
         self.rows: dict[int, _Row] = {}
+        self.encoder_cache = [EMPTY] * num_encoder_rows
+        self.num_encoded: dict[bytes, int] = {}
+        """How often each item was encoded."""
+        self.media: dict[int, dict[int, int]] = {}
+        """By request: what must stand at positions of its prompt in place of ids."""
         self.block_size = block_size
         self._take = take or (lambda array, dtype: np.frombuffer(inline(array), dtype).copy())
         self._put = put or (lambda array: array.tobytes())
@@ -158,7 +185,30 @@ class FakeExecutor:
             assert NO_BLOCK not in blocks, f"row {row} reads a place without a block"
             read = self.kv[blocks].reshape(-1)[first % size : first % size + len(positions)]
             assert EMPTY not in read, f"row {row} reads KV that was never written"
-            state.has_read_wrong |= read.tolist() != [state.ids[each] * MAX_GROUPS + group for each in positions]
+            right = [state.contents.get(each, state.ids[each]) * MAX_GROUPS + group for each in positions]
+            state.has_read_wrong |= read.tolist() != right
+
+    def _encode(self, step: m.Step) -> dict[tuple[int, int], int]:
+        """Encode the step's items. Returns what its positions have in place of ids."""
+        take = self._take
+        for job in step.encodes:
+            slots = take(job.slots, np.int32).tolist()
+            assert len(set(slots)) == len(slots) == job.grid[0], "an item has slots for other rows than its own"
+            assert take(job.pixels, np.uint8).tobytes() == job.key * PIXELS_PER_KEY
+            self.num_encoded[job.key] = self.num_encoded.get(job.key, 0) + 1
+            for row, slot in enumerate(slots):
+                self.encoder_cache[slot] = encoded(job.key, row)
+        slots = iter(take(step.span_slots, np.int32).tolist())
+        columns = (take(one, np.int32).tolist() for one in (step.span_rows, step.span_starts, step.span_counts))
+        spans = zip(*columns, strict=True)
+        contents = {
+            (row, position): self.encoder_cache[next(slots)]
+            for row, start, count in spans
+            for position in range(start, start + count)
+        }
+        assert next(slots, None) is None
+        assert EMPTY not in contents.values(), "a row of the encoder cache is read that was never written"
+        return contents
 
     def _copy_states(self, step: m.Step) -> None:
         sources = self._take(step.state_copy_sources, np.int32).tolist()
@@ -202,6 +252,7 @@ class FakeExecutor:
             tables = [take(blocks, np.int32) for blocks in (add.blocks, *add.group_blocks)]
             assert len(tables) == len(self.groups)
             self.rows[add.row] = _Row(add, ids, tables)
+            self.rows[add.row].contents = self.media.get(add.request_id, {})
         block_rows, block_ids = take(step.block_rows, np.int32).tolist(), take(step.block_ids, np.int32).tolist()
         block_groups = take(step.block_groups, np.uint8).tolist() or [0] * len(block_rows)
         for row, block, group in zip(block_rows, block_ids, block_groups, strict=True):
@@ -211,6 +262,7 @@ class FakeExecutor:
             "a row in swap space"
         )
         self._copy_states(step)
+        contents = self._encode(step)
         entries = list(
             zip(
                 take(step.rows, np.int32).tolist(),
@@ -236,7 +288,10 @@ class FakeExecutor:
                     assert slot[0] != NO_BLOCK, f"row {row} writes position {position}, which has no block"
                     assert slot not in written, f"two rows write slot {slot}"
                     written.add(slot)
-                    self.kv[slot] = state.ids[position] * MAX_GROUPS + group
+                    content = contents.get((row, position), state.ids[position])
+                    self.kv[slot] = content * MAX_GROUPS + group
+        computed = {(row, start + index) for row, start, count, *_ in entries for index in range(count)}
+        assert contents.keys() <= computed, "spans of positions that the step does not compute"
         for row, start, count, *_ in entries:
             if not self.rows[row].dead:
                 self._read(row, start, count + len(proposed[row]))
@@ -264,7 +319,7 @@ class FakeExecutor:
                 token_outputs += [record(token_id, state.options.num_logprobs) for token_id in kept]
         num_drafts_of = [len(proposed[row]) for row in sampled]
         slow = [row for row in sampled if self.rows[row].options.compiled_grammar == SLOW_GRAMMAR]
-        put = self._put
+        put, encode_s = self._put, ENCODE_S * sum(job.grid[0] for job in step.encodes)
         return m.StepResult(
             incarnation=step.incarnation,
             step_id=step.step_id,
@@ -272,7 +327,7 @@ class FakeExecutor:
             generations=put(np.array([self.rows[row].generation for row in sampled], np.uint32)),
             ids=put(np.array(sampled_ids, np.int32)),
             finishes=put(np.array(finishes, np.uint8)),
-            compute_s=0.001 + self._token_s * (len(written) // len(self.groups)) + self.copy_s * num_copies,
+            compute_s=0.001 + self._token_s * (len(written) // len(self.groups)) + self.copy_s * num_copies + encode_s,
             wait_s=0.0,
             copy_s=self.copy_s * num_copies,
             token_outputs=put(np.frombuffer(b"".join(token_outputs), np.uint8)),
@@ -282,6 +337,7 @@ class FakeExecutor:
             num_drafts=put(np.array(num_drafts_of, np.int32)) if any(num_drafts_of) else b"",
             slow_rows=slow,
             slow_s=[SLOW_S] * len(slow),
+            encode_s=encode_s,
         )
 
     def _sample(self, row: int, length: int, proposed: list[int]) -> tuple[list[int], Finish, str]:

@@ -220,6 +220,9 @@ class ExecutePartial(_Counting):
             self._left_out["steps with only earlier rows"] += 1
             return None
 
+        spans = np.isin(np.frombuffer(bytes_of(step.span_rows), "<i4"), list(self._rows))
+        span_slots = np.repeat(spans, np.frombuffer(bytes_of(step.span_counts), "<i4"))
+
         def some(array: Any, dtype: str, which: "np.ndarray[Any, Any]") -> bytes:
             data = np.frombuffer(bytes_of(array), dtype)
             return data[which].tobytes() if len(data) else b""  # most steps lack some arrays
@@ -237,6 +240,10 @@ class ExecutePartial(_Counting):
             drafts=some(step.drafts, "<i4", is_known),
             state_reads=some(step.state_reads, "<i4", is_known),
             state_writes=some(step.state_writes, "<i4", is_known),
+            span_rows=some(step.span_rows, "<i4", spans),
+            span_starts=some(step.span_starts, "<i4", spans),
+            span_counts=some(step.span_counts, "<i4", spans),
+            span_slots=some(step.span_slots, "<i4", span_slots),
         )
 
 

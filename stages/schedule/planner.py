@@ -46,6 +46,7 @@ class Planner:
         self._states = state.kv_cache_manager.states
         self._was_short_of_room = False
         """Whether the last plan left sequences waiting that are not paced."""
+        self._media = state.media
         self._state = state
 
     def repeat(self) -> m.Step | None:
@@ -109,8 +110,9 @@ class Planner:
             waits = lifecycle.adapters.is_loading or lifecycle.quarantine.is_cleared
             if self._in_flight.steps or lifecycle.is_idle or waits:
                 return None
-            if flags & RowFlag.PACED and paces:
-                return self.plan(registers=registers, paces=False)  # the others wait for blocks of paced ones
+            # The others wait for blocks of paced ones, or images for rows that can't decode.
+            if (flags & RowFlag.PACED and paces) or self._media.costs.forgive():
+                return self.plan(registers=registers, paces=False)
             assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
             return self.plan(registers=registers)
         drafts = self._grant_drafts(budget, entries[0], appended) if self._speculation.is_on else None
@@ -128,6 +130,8 @@ class Planner:
             need *= rows.num_drafts[order] == 0
         if flags & RowFlag.BEAM:
             need *= ~(rows.have(RowFlag.BEAM, order) & (rows.num_output_placeholders[order] > 0))
+        if self._media.is_on:
+            need = self._media.begin_plan(order, num_computed, need)
         return need
 
     def _divide_among_stages(self, order: Int64s, need: Int64s) -> int:
@@ -174,6 +178,8 @@ class Planner:
         rows = self._rows
         ends = num_computed + counts
         samples: Bools = ends == total
+        if rows.all_flags & RowFlag.MEDIA:
+            self._media.advance(running, num_computed, counts)
         rows.num_computed_tokens[running] = ends
         rows.num_output_placeholders[running] += samples
         if self._num_stages > 1:
@@ -191,6 +197,8 @@ class Planner:
         num_computed, num_tokens = self._rows.num_computed_tokens[prompts], self._rows.num_tokens[prompts]
         need = np.minimum(num_tokens, self._states.next_cuts[prompts]) - num_computed
         need -= self._rows.have(RowFlag.PACED, prompts)
+        if self._media.is_on:
+            need = self._media.limit_all(prompts, num_computed, need)
         counts = self._grants.chunks(budget, prompts, need, num_computed)
         if self._states.is_on:
             counts = self._states.writable(prompts, counts)
@@ -296,6 +304,8 @@ class Planner:
             num_computed, num_tokens = int(rows.num_computed_tokens[row]), int(rows.num_tokens[row])
             need = min(num_tokens, int(self._states.next_cuts[row])) - num_computed
             need -= bool(rows.flags[row] & RowFlag.PACED)
+            if rows.flags[row] & RowFlag.MEDIA:
+                need = self._media.limit(row, num_computed, need)
             count = budget.chunk(num_computed, need, bool(rows.is_long[row]), is_sure=is_sure)
             if self._states.is_on:
                 count = int(self._states.writable(np.array([row]), np.array([count]))[0])

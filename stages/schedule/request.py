@@ -1,5 +1,7 @@
 """The scheduler's state of a prompt request and of its sequences."""
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 from msgspec import Raw
@@ -8,6 +10,7 @@ from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, Generatio
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
+from pipeline.stages.schedule.media.request_media import RequestMedia
 from pipeline.stages.schedule.samples.beam_search import BeamSearch
 
 Order = tuple[int, float, int]
@@ -51,6 +54,9 @@ class RequestState(msgspec.Struct, eq=False):
     """Options for the executor's rows: those of a beam search have others."""
     scope_id: str = ""
     """Whose request it is; empty without API keys."""
+    media: RequestMedia | None = None
+    extras: Mapping[int, bytes] = prefix.NO_EXTRAS
+    """What the KV of its blocks depends on besides ids, by index of the block."""
 
     @property
     def row_token_output_bytes(self) -> int:

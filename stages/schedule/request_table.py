@@ -14,6 +14,7 @@ from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
+from pipeline.stages.schedule.media.request_media import RequestMedia
 from pipeline.stages.schedule.policies.fair_shares import FairShares
 from pipeline.stages.schedule.request import NO_REPLICA, RequestState, Sequence
 from pipeline.stages.schedule.samples.beam_search import BeamSearch, row_options
@@ -67,6 +68,7 @@ class RequestStates:
         prompt = self._take(message.prompt_ids, np.int32).astype(np.int32, copy=False)
         outputs = [self._take(ids, np.int32) for ids in message.outputs]
         if known >= message.attempt:
+            self._done(message.media)
             return []
         if known:
             self._drop(message.request_id)
@@ -77,6 +79,7 @@ class RequestStates:
             limit = min(len(prompt), self._config.max_model_len) + 1
         failure = self._failure_of(message, options, len(prompt), limit)
         if failure is not None:
+            self._done(message.media)
             rejection = m.Reject(message.request_id, message.attempt, message.gateway, failure)
             self._rejections[message.request_id] = self.replica_of(rejection), rejection
             return [rejection]
@@ -96,6 +99,9 @@ class RequestStates:
             row_options=message.options,
             scope_id=message.scope_id,
         )
+        if message.media:
+            request.media = RequestMedia(message.media, len(prompt))
+            request.extras = prefix.media_extras(message.media, self._config.block_size)
         if options.use_beam_search:
             request.beam_search = search = BeamSearch(options, len(prompt), limit, self._config.eos_ids)
             request.row_options = Raw(self._encoder.encode(row_options(options, search)))
@@ -129,6 +135,15 @@ class RequestStates:
             self._tombstones.pop(message.request_id, None)
         if aborted >= message.attempt:
             return m.Failure(499, "the request was aborted", code="aborted")
+        if (largest := max((item.num_rows for item in message.media), default=0)) > self._config.num_encoder_rows:
+            return m.Failure(
+                400,
+                f"an image of this prompt takes {largest} tokens, but the encoder cache of this server has room for "
+                f"{self._config.num_encoder_rows}: send a smaller image, or raise execute.encoder_cache_bytes"
+                if self._config.num_encoder_rows
+                else "this model takes no images",
+                code="context_length_exceeded" if self._config.num_encoder_rows else None,
+            )
         num_blocks = self._kv_cache_manager.most_blocks(limit - 1)
         if num_blocks > self._config.num_blocks:
             return m.Failure(
@@ -279,6 +294,14 @@ class RequestStates:
         if request is not None:
             for sequence in list(request.open_sequences.values()):
                 self._lifecycle.finish(sequence, Finish.ABORT)
+            if request.media is not None:
+                for pixels in request.media.pixels:
+                    self._state.context.done(pixels)
+
+    def _done(self, media: list[m.MediaItem]) -> None:
+        """Free the pixels of a request that is not admitted."""
+        for item in media:
+            self._state.context.done(item.pixels)
 
     # ------------------------------------------------------------------------------------------ restarts of stages
 
@@ -293,6 +316,14 @@ class RequestStates:
     def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died."""
         self._lifecycle.executor_lost(loss)
+        self._state.media.executor_lost()
+
+    def ingest_lost(self, segment: str) -> None:
+        """A process of ingest is gone."""
+        view = self._state.context.view
+        for request in self.by_id.values():
+            if request.media is not None:
+                request.media.keep(segment, lambda array: view(array, np.uint8).tobytes())
 
     def fail(self, errors: dict[int, str]) -> None:
         """Requests kill a stage: no successor of it gets them. The gateways learn of it without this, so what is on its

@@ -42,6 +42,9 @@ class RowFlag(IntEnum):
     PACED = 512
     """Masks of the row's grammar were slow: it runs in turns with others (policies/mask_turns.py)."""
 
+    MEDIA = 1024
+    """The prompt has media items: steps of its positions read the encoder cache (media/spans.py)."""
+
 
 AHEAD = (
     RowFlag.LOGPROBS
@@ -51,12 +54,14 @@ AHEAD = (
     | RowFlag.OFFLOAD
     | RowFlag.PIPELINED
     | RowFlag.STATE
+    | RowFlag.MEDIA
 )
 """What a plan before settling handles: it needs the number of a row's ids, not the ids. A step's word has DRAFTS only
 if ids may be proposed in it."""
 
-DECODE_RUN = RowFlag.PREDICTION | RowFlag.FULL_PREFILL
-"""What a decode run handles. Without DRAFTS, there is nothing to count for a predicted output."""
+DECODE_RUN = RowFlag.PREDICTION | RowFlag.FULL_PREFILL | RowFlag.MEDIA
+"""What a decode run handles. Without DRAFTS, there is nothing to count for a predicted output. Rows that decode have
+computed their media items."""
 
 
 def may_plan_ahead(flags: int) -> bool:
@@ -98,4 +103,6 @@ def flags_of(sequence: Sequence, of_all: int) -> int:
         flags |= RowFlag.FULL_PREFILL
     if sequence.is_paced:
         flags |= RowFlag.PACED
+    if request.media is not None:
+        flags |= RowFlag.MEDIA
     return flags

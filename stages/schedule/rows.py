@@ -45,6 +45,8 @@ class RowTracker:
         self.sent: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_resumed_tokens: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.media_ends: Int64s = np.zeros(max_num_seqs, np.int64)
+        """The position behind the last one of a media item; 0 without any."""
         self.block_ends: Int64s = np.zeros((num_groups, max_num_seqs), np.int64)
         """The end of each row's block table, for each KV group."""
         self.block_firsts: Int64s = np.zeros((num_groups, max_num_seqs), np.int64)
@@ -132,6 +134,7 @@ class RowTracker:
         # The output buffer has the ids of waiting sequences. Beams send nothing before the search is over.
         self.sent[row] = sequence.max_num_tokens if flags & RowFlag.BEAM else num_tokens
         self.num_prompt[row] = len(sequence.request.prompt)
+        self.media_ends[row] = 0 if sequence.request.media is None else sequence.request.media.end
         self.num_resumed_tokens[row] = sequence.num_resumed_tokens
         for group, table in enumerate(tables):
             self.block_firsts[group, row], self.block_ends[group, row] = table.first, table.end

@@ -43,6 +43,7 @@ class Scheduler:
         self.kv_cache_manager = state.kv_cache_manager
         self.output_buffer = state.output_buffer
         self.speculation = state.speculation
+        self.media = state.media
         self.lifecycle = lifecycle = SequenceLifecycle(state)
         self._in_flight = state.in_flight
         self._request_table = RequestStates(state, lifecycle)
@@ -86,6 +87,7 @@ class Scheduler:
         self._in_flight.renew_all(self.rows.order.tolist())
         self.rows.num_changes += 1
         self.lifecycle.adapters.executor_lost()
+        self.media.executor_lost()
 
     def use_adapters(self) -> m.UseAdapters | None:
         """What to tell the executor of the LoRA adapters that sequences use, if it does not know it and has answered
@@ -100,6 +102,10 @@ class Scheduler:
     def gateway_lost(self, gateway: int) -> None:
         """A gateway has died: drop its requests."""
         self._request_table.gateway_lost(gateway)
+
+    def ingest_lost(self, segment: str) -> None:
+        """A process of ingest is gone: keep what requests need of its segment."""
+        self._request_table.ingest_lost(segment)
 
     def resend(self, replica: int, *, is_removed: bool = False) -> list[Opening]:
         """A process of detokenize has died. Returns the first messages for its successor, or for other replicas if it
@@ -264,3 +270,4 @@ class Scheduler:
                 <= rows.max_num_tokens[row]
             )
         self.lifecycle.check(list(self.requests.values()))
+        self.media.check()

@@ -94,6 +94,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Bytes of a KV block of one rank; 0: not known."""
     slot_bytes: int = 0
     """The same of a slot for the states."""
+    num_encoder_rows: int = 0
+    """Rows of the executor's encoder cache; 0 if the model takes no media."""
     sleep_cache_bytes: int = 0
     """How much of the prefix cache is kept while the server sleeps, of each rank."""
 
@@ -180,6 +182,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             generates=facts.generates,
             block_bytes=facts.block_bytes,
             slot_bytes=facts.slot_bytes,
+            num_encoder_rows=facts.num_encoder_rows,
             sleep_cache_bytes=sleep_cache_bytes,
         )
         return config.of_encoder(settings.encoder_step_tokens) if facts.is_encoder else config

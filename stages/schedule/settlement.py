@@ -37,6 +37,7 @@ class Settlement:
         self._output_buffer = state.output_buffer
         self._speculation = state.speculation
         self._mask_turns = state.mask_turns
+        self._media = state.media
         self._beams = beams
         self._take = state.context.take
 
@@ -192,8 +193,10 @@ class Settlement:
             self._kv_cache_manager.copies.observe(step.num_copies, result.copy_s)
         if result.draft_pass_s:
             self._speculation.observe_pass(result.draft_pass_s)
+        if self._media.is_on:
+            self._media.costs.observe(step.num_rows_encoded, result.encode_s, result.compute_s, step.num_samples)
         if (shape := step.shape) is not None:
-            seconds = result.compute_s - result.copy_s - result.draft_s
+            seconds = result.compute_s - result.copy_s - result.draft_s - result.encode_s
             num_decodes, context = shape.num_decodes, shape.context
             if len(num_drafts):
                 num_decodes += int(num_drafts.sum())

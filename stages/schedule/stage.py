@@ -57,8 +57,7 @@ def run(launch: m.Launch) -> None:
 
 
 def _let_the_executor_run() -> None:
-    """Make this thread one that does not preempt others when it wakes. The executor wakes it with each result, often on
-    the executor's own core, and then has the next step to start."""
+    """Let this thread not preempt others when it wakes: the executor wakes it, often on its own core, and goes on."""
     with contextlib.suppress(OSError):  # forbidden here
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -66,8 +65,7 @@ def _let_the_executor_run() -> None:
 def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox]) -> m.ExecuteFacts | None:
     """Returns the executor's facts, or None if `Stop` comes first. The supervisor has the deadline.
 
-    No stage sends anything before its own `Start`, but messages of other stages may overtake ours. They go into
-    `early`, to be handled afterwards. The gateways' credits bound their number."""
+    Messages of other stages may overtake ours. They go into `early`, and are bounded by the gateways' credits."""
     while True:
         stage.inbox.wait(IDLE_WAIT_S)
         match stage.inbox.receive():
@@ -102,8 +100,7 @@ class ScheduleStage:
         self._settled: list[SettledStep] = []
         """Results of this turn."""
         self._were_due: deque[bool] = deque()
-        """For each step in flight: whether it was planned as soon as the executor could take it, rather than when a
-        request came to an idle server."""
+        """For each step in flight: whether it was planned as soon as the executor could take it."""
         ranks = topology.among(stage.outboxes, "execute")
         to_ranks = [stage.outboxes[name] for name in ranks]
         self._execute: Outbox[Any] | RankOutboxes[Any] = to_ranks[0] if len(ranks) == 1 else RankOutboxes(to_ranks)
@@ -124,6 +121,8 @@ class ScheduleStage:
                     stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)
                 ),
                 take=stage.arrays.take,
+                view=stage.arrays.view,
+                done=stage.arrays.done,
                 kv_index=self._index(topology.KV_INDEX, "cached"),
                 swap_index=self._index(topology.OFFLOAD_INDEX, "offloaded"),
                 state_index=self._index(topology.STATE_INDEX, "snapshots"),
@@ -271,6 +270,8 @@ class ScheduleStage:
                     self._execute.send(m.ExpectGrammars())
             case "detokenize":
                 self._reports.restarted(int(replica), message)
+            case "ingest":
+                self._scheduler.ingest_lost(message.peer.name)
             case "gateway":
                 # Of one that is gone, nothing counts from now on (Inbox.removed).
                 self._incarnations[message.peer.name] = message.incarnation + message.is_removed
@@ -359,9 +360,9 @@ class ScheduleStage:
             if settled.was_due:
                 metrics.observe_step(step.num_samples, step.num_tokens, result.wait_s, result.compute_s)
                 if step.num_tokens == step.num_samples and step.has_drafts is None:  # all rows decode
-                    # From the end of the previous step to the end of this one. A replay gets the same times and plans
-                    # the same.
-                    self._choose_depth(step.num_tokens, result.wait_s + result.compute_s - result.copy_s)
+                    # Since the end of the previous step. A replay gets the same times and plans the same.
+                    seconds = result.wait_s + result.compute_s - result.copy_s - result.encode_s
+                    self._choose_depth(step.num_tokens, seconds)
             if self._stage.trace.on:
                 self._trace(settled)
         self._settled.clear()

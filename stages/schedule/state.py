@@ -1,5 +1,6 @@
 """What the parts of a scheduler share: one object that each of them gets."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from pipeline.stages.schedule.arrays import Put, PutFor, Take
 from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.kv_cache.states.pools import StatePools
+from pipeline.stages.schedule.media.spans import MediaSpans
 from pipeline.stages.schedule.output.output_buffer import OutputBuffer
 from pipeline.stages.schedule.policies.mask_turns import MaskTurns
 from pipeline.stages.schedule.policies.policy import POLICIES
@@ -47,6 +49,10 @@ class SchedulerContext(msgspec.Struct, frozen=True):
     """Moves arrays into messages."""
     take: Take = from_inline
     """Moves arrays out of messages."""
+    view: Take = from_inline
+    """Reads arrays that stay in messages."""
+    done: Callable[[Array], object] = lambda _: None
+    """Frees an array that `view` reads."""
     kv_index: IndexMemory = NO_MEMORY
     """The keys of what is in the KV cache."""
     swap_index: IndexMemory = NO_MEMORY
@@ -86,8 +92,9 @@ class SchedulerState:
             config, self.rows, context.kv_index, context.swap_index, context.executor, state_pools
         )
         self.output_buffer = OutputBuffer(self.rows, self.output_puts, is_encoder=config.is_encoder)
+        self.media = MediaSpans(config, self.rows, self.put_step, context.view)
         self.preemption_costs = PreemptionCosts(
-            config.preemption, self.rows, self.cost_model, self.kv_cache_manager, config.block_size
+            config.preemption, self.rows, self.cost_model, self.kv_cache_manager, config.block_size, self.media
         )
         self.speculation = Speculation(config, self.rows, self.cost_model)
         self.mask_turns = MaskTurns(self.rows, config)

@@ -57,6 +57,7 @@ from pipeline.runtime.messages.detokenize import (
     Settled,
 )
 from pipeline.runtime.messages.execute import (
+    EncodeJob,
     ExecuteInbox,
     RowAdd,
     SaveKV,
@@ -99,12 +100,14 @@ from pipeline.runtime.messages.lifecycle import (
 )
 from pipeline.runtime.messages.requests import (
     BEGIN,
+    KEY_BYTES,
     MAX_SHOWN_IDS,
     ChatMessage,
     ChatPrompt,
     GenerationOptions,
     Grammar,
     IdsPrompt,
+    MediaItem,
     Pooling,
     Prompt,
     PromptOptions,
@@ -161,6 +164,7 @@ __all__ = [
     "BEGIN",
     "DIED_OF_REQUEST",
     "GRAMMAR_FAILED",
+    "KEY_BYTES",
     "MAX_SHOWN_IDS",
     "NAN_LOGITS",
     "NOTHING_LEFT",
@@ -196,6 +200,7 @@ __all__ = [
     "DraftCounts",
     "Drain",
     "Drained",
+    "EncodeJob",
     "EndChild",
     "EndFlame",
     "EndRecord",
@@ -231,6 +236,7 @@ __all__ = [
     "LateStages",
     "Launch",
     "Load",
+    "MediaItem",
     "Message",
     "Open",
     "PeerInbox",

@@ -201,6 +201,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Bytes of a KV block of one rank; 0: not known."""
     slot_bytes: int = 0
     """The same of a slot for the states."""
+    num_encoder_rows: int = 0
+    """Rows of the encoder cache, which no media item may exceed; 0: the model takes no media."""
 
     @property
     def quantization(self) -> str:

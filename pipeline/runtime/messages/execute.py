@@ -34,8 +34,21 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     all."""
 
 
+class EncodeJob(msgspec.Struct, array_like=True, frozen=True):
+    """A media item to encode (`MediaItem`)."""
+
+    key: bytes
+    slots: Array
+    """int32 [num_rows]; the rows of the encoder cache that it writes"""
+    grid: list[int]
+    pixels: Array
+    """uint8"""
+    request_id: int = 0
+    """Only for traces."""
+
+
 class Step(Message, frozen=True, tag="step"):
-    """One step, as changes to the executor's rows: drop, add, append, copy, compute, in this order.
+    """One step, as changes to the executor's rows: drop, add, append, copy, encode, compute, in this order.
 
     Copies are of whole blocks, with all layers, in the order of the list: a block that was copied from can be copied
     to by a later one. Ids from `ExecuteFacts.num_blocks` on are blocks of the swap segment. Copies read what earlier
@@ -85,6 +98,17 @@ class Step(Message, frozen=True, tag="step"):
     from the number of slots on are slots of swap space."""
     state_copy_targets: Array = b""
     """int32"""
+    encodes: list[EncodeJob] = []
+    """What to encode before anything is computed. Earlier steps may read the same rows of the encoder cache."""
+    span_rows: Array = b""
+    """int32, parallel with the next two: positions that the step computes whose embeddings are rows of the encoder
+    cache, as `span_starts .. span_starts + span_counts` of `span_rows`; by row in the order of its positions."""
+    span_starts: Array = b""
+    """int32"""
+    span_counts: Array = b""
+    """int32"""
+    span_slots: Array = b""
+    """int32; of all these positions, one after the other, the row of the encoder cache"""
 
 
 class UseAdapters(Message, frozen=True, tag="use_adapters"):

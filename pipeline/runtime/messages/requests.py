@@ -199,6 +199,29 @@ class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
 
 Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
+KEY_BYTES = 16
+"""Of a media item's key."""
+
+
+class MediaItem(msgspec.Struct, array_like=True, frozen=True):
+    """An image in a prompt. An encoder makes rows of it, which take the place of embeddings at some positions of the
+    prompt; the ids there are the model's placeholders."""
+
+    key: bytes
+    """`KEY_BYTES` bytes: equal keys mean equal rows."""
+    runs: list[tuple[int, int]]
+    """(offset, length) of each run of placeholders, ascending. The rows follow one another in this order. Items are in
+    the order of the prompt, and a run of one never lies between those of another."""
+    grid: list[int]
+    """How the pixels are arranged, as the model family's encoder defines it."""
+    pixels: Array
+    """uint8"""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(length for _, length in self.runs)
+
+
 MAX_SHOWN_IDS = 2**18
 """Maximum number of prompt ids of a request that computes nothing, so that no answer delays the others for long."""
 

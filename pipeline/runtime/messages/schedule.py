@@ -3,6 +3,7 @@
 from msgspec import Raw
 
 from pipeline.runtime.messages.common import Abort, ExpectGrammars, Message, Ping, Release, Start, Stop
+from pipeline.runtime.messages.requests import MediaItem
 from pipeline.runtime.messages.restarts import FailRequests, PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
@@ -30,6 +31,8 @@ class Admit(Message, frozen=True, tag="admit"):
     another way. The first is where the next turn of this chat does, at the end or before it; empty: not known."""
     scope_id: str = ""
     """That of `Submit`: texts that are computed whole are divided fairly among scopes."""
+    media: list[MediaItem] = []
+    """The prompt's images. Their pixels stay in the sender's memory until the request ends."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -74,6 +77,8 @@ class StepResult(Message, frozen=True, tag="step_result"):
     """Rows whose grammar mask was slow."""
     slow_s: list[float] = []
     """CPU time of each of these masks."""
+    encode_s: float = 0.0
+    """The part of `compute_s` that the step's `encodes` took."""
 
 
 class AdaptersLoaded(Message, frozen=True, tag="adapters_loaded"):

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.runtime.messages import Message, Release
+from pipeline.runtime.messages import MediaItem, Message, Release
 from pipeline.runtime.transport.memories import Memories
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import INLINE_BYTES, Array, ShmRef
@@ -43,6 +43,10 @@ class Arrays:
         self.done(array)
         return result
 
+    def view(self, array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
+        """Like `take`, but the array is not copied, and its slab not marked: it is valid until `done`."""
+        return np.frombuffer(array if isinstance(array, bytes) else self._memories.data_of(array), dtype)
+
     def take_list(self, array: Array, code: Literal["B", "i", "Q"]) -> list[int]:
         """The numbers of a message's array, of this type by its code in module struct. Like `take`, without numpy,
         which costs more than it saves for the few numbers of a step."""
@@ -64,7 +68,7 @@ class Arrays:
         for field in message.__struct_fields__:
             value = getattr(message, field)
             for array in value if isinstance(value, list) else (value,):
-                self.done(array)
+                self.done(array.pixels if isinstance(array, MediaItem) else array)
 
     def releases(self) -> list[tuple[str, Release]]:
         """The releases to send, once per turn: (owner's segment name, message) pairs."""

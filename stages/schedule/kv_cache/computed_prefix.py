@@ -174,9 +174,10 @@ class ComputedPrefixes:
         is sampled from its logits."""
         request, num_blocks = sequence.request, (len(sequence.ids) - 1) // self._block_size
         if request.n > 1 and not sequence.keys:  # hash the prompt once for all parallel samples
+            num_prompt_blocks = len(request.prompt) // self._block_size
             prefix.extend(
-                request.keys, request.prompt, len(request.prompt) // self._block_size, self._block_size, request.root
+                request.keys, request.prompt, num_prompt_blocks, self._block_size, request.root, request.extras
             )
             sequence.keys = list(request.keys)
-        prefix.extend(sequence.keys, sequence.ids, num_blocks, self._block_size, sequence.request.root)
+        prefix.extend(sequence.keys, sequence.ids, num_blocks, self._block_size, request.root, request.extras)
         return sequence.keys[:num_blocks]

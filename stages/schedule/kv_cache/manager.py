@@ -346,7 +346,8 @@ class KVCacheManager:
         rows = self._rows
         sequence = rows.sequences[row]
         assert sequence is not None
-        prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, sequence.request.root)
+        request = sequence.request
+        prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, request.root, request.extras)
         keys, register, num_registered = sequence.keys, self.pool.register, int(rows.num_registered[row])
         rows.num_registered[row] = num_full
         if self.windows.is_plain:

@@ -36,10 +36,12 @@ class PartialBlocks:
             assert sequence is not None
             if not rest or rows.flags[row] & RowFlag.BEAM:  # a beam search begins again with its prompt
                 continue
-            prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, sequence.request.root)
-            parent = sequence.keys[num_full - 1] if num_full else sequence.request.root
+            request = sequence.request
+            prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, request.root, request.extras)
+            parent = sequence.keys[num_full - 1] if num_full else request.root
             begin = num_full * self._block_size
-            keys[row] = key = prefix.tail_key(parent, rows.ids[row, begin : begin + rest])
+            extra = request.extras.get(num_full, b"")
+            keys[row] = key = prefix.tail_key(parent, rows.ids[row, begin : begin + rest], extra)
             for group, table in enumerate(rows.tables):
                 self._pool.register(int(table[row, num_full]), prefix.group_key(key, group), step_id)
         self._pool.settle(step_id)
@@ -52,10 +54,10 @@ class PartialBlocks:
         begin, request = num_hits * self._block_size, sequence.request
         if request.attempt == 1 or sequence.swapped is not None or request.needs_full_prefill:
             return begin, [], b""
-        parent = keys[num_hits - 1] if num_hits else request.root
+        parent, extra = keys[num_hits - 1] if num_hits else request.root, request.extras.get(num_hits, b"")
         # The last id is always computed.
         for end in range(min(begin + self._block_size, len(sequence.ids)) - 1, begin, -1):
-            key = prefix.tail_key(parent, sequence.ids[begin:end])
+            key = prefix.tail_key(parent, sequence.ids[begin:end], extra)
             found = [self._pool.find(prefix.group_key(key, group)) for group in range(self._num_groups)]
             tails = [block for block in found if block is not None and self._pool.is_cached(block)]
             if len(tails) == len(found) and self._states.has_tail(key):

@@ -8,10 +8,12 @@ name go into the root of the chain; the content of an image goes into the blocks
 caching" design page; the chain itself is a Merkle list.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from struct import Struct
 from types import MappingProxyType
 
+from pipeline.runtime.messages import MediaItem
 from pipeline.stages.schedule.arrays import Ids
 
 KEY_BYTES = 16
@@ -19,6 +21,9 @@ KEY_BYTES = 16
 GROUP_TAGS = [bytes([group]) for group in range(256)]
 
 NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
+
+_PART = Struct("<3I")
+"""Of a part of a media item in a block: its first row, its place in the block, its length."""
 
 
 def root(salt: str = "", adapter: str = "") -> bytes:
@@ -42,9 +47,25 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + GROUP_TAGS[group] if group else key
 
 
-def tail_key(parent: bytes, ids: Ids) -> bytes:
-    """The key of a block that is filled in part, with these ids (int32), behind the block with the key `parent`."""
-    return blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES, person=b"prefix tail").digest()
+def tail_key(parent: bytes, ids: Ids, extra: bytes = b"") -> bytes:
+    """The key of a block that is filled in part, with these ids (int32), behind the block with the key `parent`.
+    `extra` is that of the full block."""
+    return blake2b(parent + ids.tobytes() + extra, digest_size=KEY_BYTES, person=b"prefix tail").digest()
+
+
+def media_extras(media: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
+    """For `extend`: by index of a block, which rows of which items it has, and where. Adjacent images have the same
+    ids, however these are divided between them, so the places count."""
+    extras: dict[int, bytes] = {}
+    for item in media:
+        row = 0
+        for offset, length in item.runs:
+            for block in range(offset // block_size, (offset + length - 1) // block_size + 1):
+                begin, end = max(offset, block * block_size), min(offset + length, (block + 1) * block_size)
+                part = item.key + _PART.pack(row + begin - offset, begin - block * block_size, end - begin)
+                extras[block] = extras.get(block, b"") + part
+            row += length
+    return extras
 
 
 def extend(
@@ -56,7 +77,7 @@ def extend(
     extras: Mapping[int, bytes] = NO_EXTRAS,
 ) -> None:
     """Extend `keys` in place to one for each of the first `num_blocks` blocks of `ids` (int32). `extras` maps a
-    block's index to the hash of what its KV depends on besides ids."""
+    block's index to what its KV depends on besides ids."""
     if len(keys) >= num_blocks:
         return
     data = ids[: num_blocks * block_size].tobytes()

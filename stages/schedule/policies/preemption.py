@@ -5,6 +5,7 @@ import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Float64s, Int64s
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.media.spans import MediaSpans
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
@@ -21,7 +22,9 @@ class PreemptionCosts:
         cost_model: StepCostModel,
         kv_cache_manager: KVCacheManager,
         block_size: int,
+        media: MediaSpans,
     ) -> None:
+        self._media = media
         self._mode = mode
         self._rows = rows
         self._cost_model = cost_model
@@ -49,6 +52,8 @@ class PreemptionCosts:
         states = manager.states
         num_lacking = states.num_lacking(rows, num_kept, num_held) if states.is_on else (num_kept - num_held).clip(0)
         compute_s = self._cost_model.prefill_times_s(num_lacking) + num_offloaded * block_s
+        if self._rows.all_flags & RowFlag.MEDIA:
+            compute_s += self._media.recompute_s(rows)
         swap_s = (2 * num_blocks - num_offloaded) * block_s
         has_room = num_blocks - num_offloaded <= manager.swap.num_available
         swaps: Bools = (num_blocks > 0) & has_room & ~self._rows.have(RowFlag.FULL_PREFILL, rows)

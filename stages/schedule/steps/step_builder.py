@@ -1,5 +1,7 @@
 """Puts a plan into a `Step` message."""
 
+from typing import Any
+
 import numpy as np
 
 from pipeline.runtime import messages as m
@@ -25,6 +27,7 @@ class StepBuilder:
         self._copies = state.kv_cache_manager.copies
         self._has_states = state.kv_cache_manager.states.is_on
         self._state_copies = state.kv_cache_manager.states.copies
+        self._media = state.media
         self._in_flight = state.in_flight
         self._metrics = state.metrics
         self._put = state.put_step
@@ -71,6 +74,7 @@ class StepBuilder:
             block_groups=put(np.array(appended.groups, np.uint8)) if any(appended.groups) else b"",
             drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
             **self._state_fields(computed) if self._has_states else {},
+            **self._media.take_fields() if self._media.is_on else {},
         )
 
     def repeat(self, run: DecodeRun, appended: AppendedBlocks) -> m.Step:
@@ -120,12 +124,13 @@ class StepBuilder:
         if has_drafts is None:
             flags &= ~RowFlag.DRAFTS
         step = InFlightStep(
-            step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected, has_drafts, flags
-        )
+            step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected, has_drafts, flags,
+            num_rows_encoded=self._media.take_num_encoded(),
+        )  # fmt: skip
         self._in_flight.steps.append(step)
         return step_id
 
-    def _state_fields(self, computed: StepEntries) -> dict[str, Array]:
+    def _state_fields(self, computed: StepEntries) -> dict[str, Any]:
         """The fields of a step of a model with recurrent layers."""
         sources, targets = self._state_copies.take()
         return {

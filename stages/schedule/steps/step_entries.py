@@ -79,6 +79,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     """The flags of all rows (row_flags.py), with DRAFTS only if ids may be proposed in this step."""
     run: DecodeRun | None = None
     """The run that the step repeats a step of."""
+    num_rows_encoded: int = 0
+    """Rows of the encoder cache that the step writes."""
 
 
 class SettledStep(NamedTuple):

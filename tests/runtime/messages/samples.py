@@ -7,6 +7,7 @@ from pipeline.metrics.stats import EdgeCounts, ExecuteCounts, ServerStats, Stage
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
+from tests.runtime.messages.step_samples import STEP_SAMPLES
 
 IDS = bytes.fromhex("0100000002000000")
 REF = ShmRef("ingest.0", 64, 8192, 3)
@@ -319,7 +320,6 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "reconnected": m.Reconnected(3),
     "compiling": m.Compiling(True),
     "accepted with pieces": m.Accepted(REQUEST_ID, 1, IDS, pieces=[b"a", b"\xc3"]),
-    "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),
     "step with copies": m.Step(
         1,
         7,
@@ -347,7 +347,6 @@ SAMPLES: dict[str, msgspec.Struct] = {
         b"\x01\x00",
         block_groups=b"\x00\x02",
     ),
-    "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
     "step_result with drafts": m.StepResult(
         1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, num_ids=IDS, num_drafts=REF, draft_s=0.125, draft_pass_s=0.5
     ),
@@ -397,4 +396,5 @@ SAMPLES: dict[str, msgspec.Struct] = {
         *([m.PeerInbox("schedule.0", "ipc://@pipeline/x/schedule.0.1", 64)], [m.Segment("ingest.0", 7, 65536, True)]),
         *(5, 6),
     ),
+    **STEP_SAMPLES,
 }

@@ -1,7 +1,7 @@
 """A scheduler with a fake executor, for tests."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,7 @@ from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.state import SchedulerContext
 from pipeline.supervisor.crashes.crash_counts import CrashCounts
-from tests.fakes import EMPTY, FakeExecutor, inline
+from tests.fakes import EMPTY, PIXELS_PER_KEY, FakeExecutor, contents_of, inline
 from tests.rig import raw
 from tests.stages.schedule.front_stages import FrontStages
 from tests.stages.schedule.received import Received
@@ -37,6 +37,8 @@ class Bench(Received):
         self.crash_counts = CrashCounts()
         self.black_box = memoryview(bytearray(NUM_BYTES))
         self.num_executors = 1
+        self.media: dict[int, dict[int, int]] = {}
+        """`FakeExecutor.media`"""
         self.scheduler = self._scheduler(config)
         self.executor = self._executor(copy_s)
         self.front = FrontStages(config)
@@ -59,14 +61,17 @@ class Bench(Received):
 
     def _executor(self, copy_s: float) -> FakeExecutor:
         config = self.scheduler.config
-        return FakeExecutor(
+        executor = FakeExecutor(
             config.num_blocks,
             num_swap_blocks=config.num_swap_blocks,
             copy_s=copy_s,
             groups=config.kv_groups,
             num_state_slots=config.states.num_slots,
             num_swap_state_slots=config.states.num_swap_slots,
+            num_encoder_rows=config.num_encoder_rows,
         )
+        executor.media = self.media
+        return executor
 
     def _scheduler(self, config: SchedulerConfig) -> Scheduler:
         kv_index, swap_index, *state_indices = (IndexMemory(memoryview(memory)) for memory in self.indices)
@@ -104,6 +109,7 @@ class Bench(Received):
         attempt: int = 1,
         cut_positions: Iterable[int] = (),
         scope_id: str = "",
+        media: Sequence[m.MediaItem] = (),
         **others: Any,
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
@@ -121,7 +127,7 @@ class Bench(Received):
             predicted_ids=predicted_ids,
             **others,
         )
-        more = request_id, arrival_s, num_crashes, outputs, attempt, cut_positions, scope_id
+        more = request_id, arrival_s, num_crashes, outputs, attempt, cut_positions, scope_id, media
         return self.admit_options(prompt, options, *more)
 
     def admit_options(
@@ -135,6 +141,7 @@ class Bench(Received):
         attempt: int = 1,
         cut_positions: Iterable[int] = (),
         scope_id: str = "",
+        media: Sequence[m.MediaItem] = (),
     ) -> int:
         """Admit a request that has these options, a suspect of `num_crashes` of schedule. Returns its id."""
         number = next(self._ids)
@@ -151,7 +158,9 @@ class Bench(Received):
             finishes=bytes(1) if outputs else b"",
             cut_positions=list(cut_positions),
             scope_id=scope_id,
+            media=list(media),
         )
+        self.media[message.request_id] = contents_of(message.media)
         for reply in self.scheduler.admit(message):
             if isinstance(reply, m.Reject):
                 self.refused.append(reply)
@@ -288,6 +297,7 @@ class Bench(Received):
     def successor(self, *, has_executor: bool = True) -> "Bench":
         """A scheduler that takes the place of this one, which has died, with the same executor, or with a new one."""
         bench = Bench(self.scheduler.config, self.depth, self.num_detokenize, self.executor.copy_s)
+        bench.executor.encoder_cache = self.executor.encoder_cache
         while self.steps:
             self._compute()
         bench.front = self.front.successors(self.scheduler.config, keeps_kv=has_executor)
@@ -361,3 +371,9 @@ def config(**changes: Any) -> SchedulerConfig:
         "max_num_batched_tokens": 64,
     }
     return SchedulerConfig(**(values | changes))
+
+
+def media_item(name: str, *runs: tuple[int, int]) -> m.MediaItem:
+    """An item whose key is of a name, as the fake executor expects it."""
+    key = name.encode().ljust(KEY_BYTES, b"-")
+    return m.MediaItem(key, list(runs), [sum(length for _, length in runs)], key * PIXELS_PER_KEY)

@@ -21,6 +21,7 @@ class FrontStage(FakeExecutor):
             groups=config.kv_groups,
             num_state_slots=config.states.num_slots,
             num_swap_state_slots=config.states.num_swap_slots,
+            num_encoder_rows=config.num_encoder_rows,
         )
         self._promised: list[tuple[_Row, int]] = []
 

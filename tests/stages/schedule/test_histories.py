@@ -22,10 +22,7 @@ PROMPTS = st.one_of(
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
 )
 
-
-EXAMPLES = int(os.environ.get("PIPELINE_HISTORIES", "20"))
-"""Random histories of each kind. 100 take about 20 seconds."""
-
+EXAMPLES = int(os.environ.get("PIPELINE_HISTORIES", "20"))  # random histories of each kind; 100 take about 20 s
 
 WINDOWS = st.one_of(st.integers(1, 70), st.sampled_from([1, 2, 15, 16, 17, 18, 32, 33])).map(KVGroup)
 
@@ -35,6 +32,8 @@ class Histories(RuleBasedStateMachine):
 
     GROUPS: st.SearchStrategy[tuple[KVGroup, ...]] = st.just((FULL,))
     STATES: st.SearchStrategy[StateConfig] = st.just(StateConfig())
+    NUM_ENCODER_ROWS: st.SearchStrategy[int] = st.just(0)
+    MAX_SLOWDOWNS: st.SearchStrategy[float] = st.just(float("inf"))
     IS_ENCODER = False
 
     @initialize(
@@ -114,6 +113,8 @@ class Histories(RuleBasedStateMachine):
                 num_stages=num_stages,
                 waits_for_adapters=waits_for_adapters,
                 states=states,
+                num_encoder_rows=data.draw(self.NUM_ENCODER_ROWS),
+                prompt_max_slowdown=data.draw(self.MAX_SLOWDOWNS),
                 block_bytes=1,
                 slot_bytes=1,
                 sleep_cache_bytes=num_blocks // 3,
@@ -127,8 +128,8 @@ class Histories(RuleBasedStateMachine):
         self.num_deaths = 0
 
     def of_kind(self, budget: int, **values: Any) -> SchedulerConfig:
-        config = SchedulerConfig(**values, generates=not self.IS_ENCODER)
-        return config.of_encoder(budget) if self.IS_ENCODER else config
+        one = SchedulerConfig(**values, generates=not self.IS_ENCODER)
+        return one.of_encoder(budget) if self.IS_ENCODER else one
 
     @rule(
         prompt=PROMPTS,
@@ -323,10 +324,8 @@ TestEncoderHistories = EncoderHistories.TestCase
 TestGroupHistories = GroupHistories.TestCase
 TestStateHistories = StateHistories.TestCase
 
-TestEncoderHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
-TestHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
-TestGroupHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
-TestStateHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+for of_kind in (TestHistories, TestEncoderHistories, TestGroupHistories, TestStateHistories):
+    of_kind.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=20, deadline=None)
@@ -386,7 +385,7 @@ def test_steps_of_the_same_decoding_rows_repeat_the_plan_before() -> None:
     bench = Bench(config(num_blocks=64), depth=1)
     bench.plans_early = True
     for index in range(5):  # they need blocks in different steps
-        bench.admit(range(index, index + 20 + index), max_tokens=60)
+        bench.admit(range(index, 20 + 2 * index), max_tokens=60)
     runs, num_blocks = [], 0
     while not bench.scheduler.lifecycle.is_idle or bench.steps:
         if bench.steps:

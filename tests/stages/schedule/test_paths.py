@@ -48,6 +48,7 @@ PATHS: dict[RowFlag, tuple[bool, bool]] = {
     RowFlag.PIPELINED: (True, False),
     RowFlag.STATE: (True, False),
     RowFlag.PACED: (False, False),
+    RowFlag.MEDIA: (True, True),
 }
 """By flag: whether rows with it are planned ahead, and in decode runs."""
 
@@ -129,6 +130,7 @@ SETTINGS = {
     "is_encoder": Feature(False),  # it has a planner of its own
     "block_bytes": Feature(100),
     "slot_bytes": Feature(100),
+    "num_encoder_rows": Feature(64),
     "sleep_cache_bytes": Feature(1000),
 }
 

@@ -115,6 +115,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         max_num_top=21,
         block_bytes=12_288,
         slot_bytes=4_096,
+        num_encoder_rows=512,
         generates=False,
     )
     found = msgspec.structs.asdict(
@@ -151,6 +152,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "max_num_top": 21,
         "block_bytes": 12_288,
         "slot_bytes": 4_096,
+        "num_encoder_rows": 512,
         "sleep_cache_bytes": 1_000_000,
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))

@@ -1,0 +1,85 @@
+"""The rows of the encoder cache: shared by key, kept while they are held, evicted in order."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.stages.schedule.media.encode_costs import EncodeCosts
+from pipeline.stages.schedule.media.encoder_cache import EncoderCache
+
+
+def test_the_item_that_was_released_first_is_evicted_first() -> None:
+    cache = EncoderCache(10)
+    for key in (b"a", b"b", b"c"):
+        cache.add(key, 3)
+    for key in (b"b", b"a"):
+        cache.release(key)
+    assert (cache.num_held, cache.num_available()) == (3, 7)
+    cache.add(b"d", 4)
+    assert b"b" not in cache and b"a" in cache
+    cache.check([b"c", b"d"])
+
+
+def test_an_item_that_is_held_again_stays() -> None:
+    cache = EncoderCache(4)
+    slots = cache.add(b"a", 4)
+    cache.release(b"a")
+    assert np.array_equal(cache.hold(b"a"), slots)
+    assert cache.num_available() == 0
+    with pytest.raises(AssertionError, match="are needed"):
+        cache.add(b"b", 1)
+
+
+def test_a_pinned_item_stays_though_no_one_holds_it() -> None:
+    cache = EncoderCache(6)
+    for key in (b"a", b"b"):
+        cache.add(key, 3)
+        cache.release(key)
+    assert cache.num_available({b"a"}) == 3
+    cache.add(b"c", 3, {b"a"})
+    assert b"a" in cache and b"b" not in cache
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("hold"), st.sampled_from("abcdef")),
+            st.tuples(st.just("release"), st.sampled_from("abcdef")),
+        ),
+        max_size=60,
+    )
+)
+def test_no_row_is_lost_or_has_two_items(actions: list[tuple[str, str]]) -> None:
+    cache, held = EncoderCache(12), list[bytes]()
+    for action, name in actions:
+        key, num_rows = name.encode(), 1 + "abcdef".index(name)
+        if action == "release":
+            if key in held:
+                held.remove(key)
+                cache.release(key)
+        elif key in cache:
+            held.append(key)
+            assert len(cache.hold(key)) == num_rows
+        elif cache.num_available() >= num_rows:
+            held.append(key)
+            assert len(cache.add(key, num_rows)) == num_rows
+        cache.check(held)
+    for key in held:
+        cache.release(key)
+    cache.forget_all()
+    assert cache.num_available() == 12
+
+
+def test_steps_without_images_pay_back_what_an_image_took() -> None:
+    costs = EncodeCosts(2.0)
+    costs.observe(64, 0.64, 0.65, num_decodes=4)
+    assert costs.row_s == pytest.approx(0.01)
+    assert costs.debt_s == pytest.approx(0.64)
+    for _ in range(63):
+        costs.observe(0, 0.0, 0.01, num_decodes=4)
+    assert costs.debt_s > 0
+    costs.observe(0, 0.0, 0.02, num_decodes=4)
+    assert costs.debt_s == 0
+    costs.observe(64, 0.64, 0.65, num_decodes=0)
+    assert costs.debt_s == 0, "no one waited"

@@ -1,0 +1,201 @@
+"""Which steps encode an item, who holds its rows, and what becomes of them when sequences leave."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
+from tests.fakes import inline
+from tests.stages.schedule.bench import Bench, config, media_item
+
+ROWS = 40
+
+
+def prompt_of(*names: str, text: int = 4) -> tuple[list[int], list[m.MediaItem]]:
+    """A prompt of images, each behind some text, and of text at the end."""
+    prompt: list[int] = []
+    media = []
+    for name in names:
+        prompt += range(100, 100 + text)
+        media.append(media_item(name, (len(prompt), ROWS)))
+        prompt += [3] * ROWS
+    return [*prompt, *range(200, 210)], media
+
+
+def bench_of(**changes: Any) -> Bench:
+    return Bench(config(**({"num_encoder_rows": ROWS, "num_blocks": 200} | changes)), depth=changes.get("depth", 1))
+
+
+def admit(bench: Bench, *names: str, max_tokens: int = 4, **others: Any) -> int:
+    prompt, media = prompt_of(*names)
+    return bench.admit(prompt, max_tokens, media=media, **others)
+
+
+def num_encoded(bench: Bench) -> dict[str, int]:
+    return {key.decode().rstrip("-"): num for key, num in bench.executor.num_encoded.items()}
+
+
+def finish(bench: Bench) -> None:
+    bench.run()
+    bench.check()
+    bench.check_outputs()
+    assert bench.scheduler.media.cache.num_held == 0
+    assert set(bench.finished) == set(bench.opened)
+
+
+def test_an_item_is_encoded_by_the_step_that_computes_its_first_position() -> None:
+    bench = bench_of(max_num_batched_tokens=16)
+    bench.admit([*range(100, 120), *[3] * ROWS, 7], media=[media_item("a", (20, ROWS))])
+    encodes, held = [], []
+    while bench.scheduler.lifecycle.is_idle is False:
+        bench.fill()
+        encodes.append(len(bench.steps[-1].encodes) if bench.steps else 0)
+        held.append(bench.scheduler.media.cache.num_held)
+        bench.answer()
+        bench.report()
+    assert encodes[:4] == [0, 1, 0, 0]
+    assert held[:5] == [0, ROWS, ROWS, 0, 0]
+    bench.check_outputs()
+
+
+def test_spans_name_the_slots_of_a_chunk() -> None:
+    bench = bench_of(max_num_batched_tokens=16)
+    bench.admit([1, 2, *[3] * 10, 4, *[3] * 10, 5], media=[media_item("a", (2, 10), (13, 10))])
+    bench.fill()
+    step = bench.steps[0]
+    parts = (step.span_rows, step.span_starts, step.span_counts)
+    rows, starts, counts = (np.frombuffer(inline(one), np.int32).tolist() for one in parts)
+    assert (rows, starts, counts) == ([0, 0], [2, 13], [10, 3])
+    slots = np.frombuffer(inline(step.encodes[0].slots), np.int32)
+    assert np.array_equal(np.frombuffer(inline(step.span_slots), np.int32), slots[:13])
+    finish(bench)
+
+
+def test_requests_with_the_same_image_share_its_rows() -> None:
+    bench = bench_of(prefix_caching=False)
+    for _ in range(3):
+        admit(bench, "a")
+    admit(bench, "a", n=3)
+    finish(bench)
+    assert num_encoded(bench) == {"a": 1}
+    cache = bench.scheduler.media.cache
+    assert (cache.num_queries - cache.num_hits, cache.num_rows_encoded) == (1, ROWS)
+
+
+@pytest.mark.parametrize("num_rows", [ROWS, ROWS + 1, 2 * ROWS, 3 * ROWS])
+def test_prompts_with_several_images_don_t_wait_for_each_other(num_rows: int) -> None:
+    bench = bench_of(num_encoder_rows=num_rows, max_num_batched_tokens=48)
+    for names in (("a", "b", "c"), ("d", "e"), ("c", "b", "a"), ("a", "a", "b")):
+        admit(bench, *names)
+    finish(bench)
+    assert set(bench.finished.values()) == {Finish.LENGTH}
+
+
+def test_an_item_that_does_not_fit_waits_and_the_text_before_it_does_not() -> None:
+    bench = bench_of(max_num_batched_tokens=100)
+    admit(bench, "a")
+    admit(bench, "b")
+    bench.fill()
+    assert bench.scheduler.rows.num_computed_tokens[bench.scheduler.rows.order].tolist() == [54, 4]
+    finish(bench)
+    assert num_encoded(bench) == {"a": 1, "b": 1}
+
+
+def test_an_item_that_is_larger_than_the_cache_is_refused() -> None:
+    bench = bench_of(num_encoder_rows=ROWS - 1)
+    admit(bench, "a")
+    assert "takes 40 tokens" in bench.refused[0].failure.message
+    assert "execute.encoder_cache_bytes" in bench.refused[0].failure.message
+    bench = bench_of(num_encoder_rows=0)
+    admit(bench, "a")
+    assert bench.refused[0].failure.message == "this model takes no images"
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_preempted_sequence_gives_its_rows_back(preemption: str) -> None:
+    bench = bench_of(max_num_batched_tokens=24, num_swap_blocks=20, kv_offload=False, preemption=preemption)
+    admit(bench, "a")
+    bench.fill()
+    bench.answer()
+    bench.scheduler.lifecycle.preempt(0)
+    bench.check()
+    assert bench.scheduler.media.cache.num_held == 0
+    admit(bench, "b")
+    finish(bench)
+
+
+def test_an_aborted_sequence_gives_its_rows_back() -> None:
+    bench = bench_of(max_num_batched_tokens=24)
+    number = admit(bench, "a")
+    bench.fill()
+    bench.abort(number)
+    bench.check()
+    assert bench.scheduler.media.cache.num_held == 0
+
+
+@pytest.mark.parametrize("num_run", [0, 1])
+def test_items_are_encoded_again_when_the_executor_has_died(num_run: int) -> None:
+    bench = bench_of(max_num_batched_tokens=24)
+    admit(bench, "a")
+    bench.fill()
+    bench.lose_executor(num_run)
+    bench.check()
+    finish(bench)
+    assert num_encoded(bench) == {"a": 1}
+
+
+def test_items_are_encoded_again_behind_a_sleep() -> None:
+    bench = bench_of(max_num_batched_tokens=24, block_bytes=1, sleep_cache_bytes=100)
+    admit(bench, "a")
+    bench.fill()
+    bench.sleep()
+    finish(bench)
+    assert num_encoded(bench) == {"a": 1}
+
+
+def test_beside_rows_that_decode_images_come_one_by_one_and_the_rows_catch_up() -> None:
+    bench = bench_of(num_encoder_rows=4 * ROWS, max_num_batched_tokens=64, prompt_max_slowdown=2.0, max_num_seqs=8)
+    bench.admit(range(5), max_tokens=200)
+    for _ in range(3):
+        bench.fill()
+        bench.answer()
+    for name in "abc":
+        admit(bench, name, max_tokens=1)
+    encodes = []
+    while len(bench.finished) < 3:
+        bench.fill()
+        encodes.append(len(bench.steps[-1].encodes))
+        bench.answer()
+        bench.report()
+    first, second, third = (index for index, num in enumerate(encodes) if num)
+    assert max(encodes) == 1
+    # An item takes 40 ms here, a step of decoding rows 2 ms.
+    assert second - first > 10 and third - second > 10
+    finish(bench)
+
+
+def test_text_does_nothing_for_images() -> None:
+    bench = bench_of()
+    bench.admit(range(50))
+    while not bench.scheduler.lifecycle.is_idle:
+        bench.fill()
+        step = bench.steps[-1]
+        assert not (step.encodes or step.span_rows or step.span_slots)
+        bench.answer()
+        bench.report()
+
+
+def test_pixels_are_freed_when_a_request_is_closed_and_kept_when_ingest_dies() -> None:
+    bench = bench_of()
+    freed: list[Any] = []
+    bench.scheduler._state.context = msgspec.structs.replace(bench.scheduler._state.context, done=freed.append)
+    number = admit(bench, "a")
+    admit(bench, "a", request_id=number)  # it is here already
+    assert len(freed) == 1
+    bench.run()
+    assert len(freed) == 1, "the request may be computed again"
+    bench.scheduler.close(m.Closed(number, 1))
+    assert len(freed) == 2
