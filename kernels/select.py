@@ -35,6 +35,8 @@ class Ops:
     softcap: Callable[[Tensor, float], None]
     head_norm: Callable[[Tensor, Tensor, Tensor, LayerKV, float], None]
     qk_norm: Callable[[Tensor, Tensor, Tensor, LayerKV, float, str, str], None]
+    value_norm: Callable[[Tensor, LayerKV, float], None]
+    turn_queries: Callable[[Tensor, Tensor, Tensor, LayerKV, Tensor | None, float], None]
     scale_queries: Callable[[Tensor, Tensor, LayerKV, float, int], None]
     linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
     logits: Callable[[Tensor, Tensor, Tensor], None]
@@ -77,6 +79,8 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         softcap=rms_norm.softcap,
         head_norm=rotary.head_norm,
         qk_norm=rotary.qk_norm,
+        value_norm=rotary.value_norm,
+        turn_queries=rotary.turn_queries,
         scale_queries=rotary.scale_queries,
         linear=linear.linear_upcast if upcast else linear.linear,
         logits=logits.logits_upcast if upcast else logits.logits,

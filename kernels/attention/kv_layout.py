@@ -52,6 +52,26 @@ def layers_of(memory: Tensor, num_kv_heads: int, head_dim: int) -> list[LayerKV]
     return [LayerKV(code[0], code[1], scale[0], scale[1]) for code, scale in zip(codes, scales, strict=True)]
 
 
+def allocate_units(num_units: int, num_blocks: int, unit_bytes: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Memory for layers of different sizes, [num_units, 2, num_blocks, numbers], zeroed. A unit has `unit_bytes`,
+    half of them of keys."""
+    numbers = unit_bytes // 2 // dtype.itemsize
+    return torch.empty(num_units, 2, num_blocks, numbers, dtype=dtype, device=device).zero_()
+
+
+def layer_at(unit: Tensor, begin: int, num_kv_heads: int, head_dim: int) -> LayerKV:
+    """The layer that begins at byte `begin` of a unit of what `allocate_units` returned, [2, num_blocks, numbers]."""
+    first = begin // 2 // unit.dtype.itemsize
+    scale_bytes = KV_SCALE_BYTES if unit.dtype == torch.int8 else 0
+    part = unit[..., first : first + BLOCK_SIZE * num_kv_heads * (head_dim + scale_bytes)]
+    num = BLOCK_SIZE * num_kv_heads * head_dim
+    numbers = part[..., :num].view(*part.shape[:-1], BLOCK_SIZE, num_kv_heads, head_dim)
+    if not scale_bytes:
+        return LayerKV(numbers[0], numbers[1])
+    scales = part[..., num:].view(torch.bfloat16).view(*part.shape[:-1], BLOCK_SIZE, num_kv_heads)
+    return LayerKV(numbers[0], numbers[1], scales[0], scales[1])
+
+
 def quantize_heads(values: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [..., D] int8 and scales [...] bfloat16 of `values` [..., D], computed in float32.
 

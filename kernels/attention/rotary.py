@@ -63,6 +63,25 @@ def qk_norm(
         part.copy_(out.view(part.shape))
 
 
+def value_norm(qkv: Tensor, kv: LayerKV, eps: float) -> None:
+    """An RMS norm without weights of each head of values by itself, in place. qkv [T, (Q + 2K) * D]."""
+    _, _, num_kv_heads, head_dim = kv.keys.shape
+    values = qkv.view(len(qkv), -1, head_dim)[:, -num_kv_heads:]
+    rms_norm(values, values, torch.ones(head_dim), eps)
+
+
+def turn_queries(queries: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, norm: Tensor | None, eps: float) -> None:
+    """What `head_norm` and `rotary_write` do to queries, for a layer that has no keys and values of its own. queries
+    [T, Q * D] in place, norm [D]."""
+    head_dim = kv.keys.shape[3]
+    heads = queries.view(len(queries), -1, head_dim)
+    if norm is not None:
+        rms_norm(heads, heads, norm, eps)
+    turned = heads * cos[:, None]
+    turned += heads.roll(head_dim // 2, -1) * sin[:, None]
+    heads.copy_(turned if kv.key_scales is None else transform_heads(turned))
+
+
 def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
     """Rotate queries and keys by their angles, in float32, and subtract the center of keys. Writes queries in place,
     keys and values to the cache. If these have 8 bits, queries and keys go through a Hadamard transform. qkv [T, (Q +
@@ -84,6 +103,10 @@ def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Layer
         kv.values[index], kv.value_scales[index] = quantize_heads(heads[:, -num_kv_heads:])
         return
     keys = turned[:, -num_kv_heads:].to(kv.keys.dtype)
+    if not kv.keys.is_contiguous():
+        index = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        kv.keys[index], kv.values[index] = keys, heads[:, -num_kv_heads:]
+        return
     kv.keys.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, keys)
     kv.values.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, heads[:, -num_kv_heads:])
 

@@ -4,14 +4,14 @@
 #include "matrix.h"
 #include "step.h"
 
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 512;
 
 enum class KVType : int { BF16 = 0, INT8 = 1 };
 
 // A block of a head is one panel of keys, 16 tokens wide and head_dim deep, and head_dim / 16 panels of values, 16
 // tokens deep:
 //
-//     [blocks]{ [heads][head_dim / 2][16 tokens][2] keys | [heads][head_dim / 16][8][16][2] values | scales }
+//     [blocks]{ [heads][head_dim / 2][16 tokens][2] keys | [heads][head_dim / 16][8][16][2] values | scales | others }
 //
 // Numbers are bfloat16, without scales, or int8: then each token has a scale for its keys and one for its values,
 // bfloat16 [heads][2][16 tokens]. A bfloat16 scale has the range of float32, and every product with a code is exact.
@@ -27,12 +27,13 @@ struct KV {
     KVType type;
     const float* center;        // [heads][head_dim], subtracted from keys before they are rounded, or null
     const KeyFactors* factors;  // for 8 bits, or null
+    size_t stride;              // bytes from block to block: other layers may have a part of the place
 
     size_t panel_bytes() const { return size_t(head_dim) * BLOCK * (type == KVType::BF16 ? 2 : 1); }
     size_t scale_bytes() const { return type == KVType::BF16 ? 0 : 2 * BLOCK * sizeof(uint16_t); }
     size_t block_bytes() const { return heads * (2 * panel_bytes() + scale_bytes()); }
 
-    uint8_t* keys(int64_t block, int head) const { return data + block * block_bytes() + head * panel_bytes(); }
+    uint8_t* keys(int64_t block, int head) const { return data + block * stride + head * panel_bytes(); }
     uint8_t* values(int64_t block, int head) const { return keys(block, heads + head); }
     uint16_t* key_scales(int64_t block, int head) const {
         return reinterpret_cast<uint16_t*>(keys(block, 2 * heads) + head * scale_bytes());

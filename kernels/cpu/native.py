@@ -21,7 +21,7 @@ from pipeline.kernels.stored_matrix import Format
 PANEL = 16
 """Adjacent outputs of a packed matrix; columns are padded to a multiple of it."""
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """Largest head_dim that the attention op is tested with."""
 
 SPINS = 2000
@@ -190,6 +190,7 @@ class NativeLayerMemory(Structure):
         ("type", c_int),
         ("center", c_void_p),
         ("factors", c_void_p),
+        ("stride", c_size_t),
     )
 
 
@@ -215,6 +216,7 @@ class NativeHeadNorms(Structure):
         ("layer", c_int),
         ("each", c_int),
         ("all", c_int),
+        ("values", c_int),
     )
 
 
@@ -275,6 +277,18 @@ class NativeNorm(Structure):
     """`NormWeights` in norm.h."""
 
     _fields_ = (("kind", c_int), ("weight", c_void_p), ("bias", c_void_p), ("eps", c_float))
+
+
+class NativeFileTable(Structure):
+    """`FileTable` in token_inputs.h."""
+
+    _fields_ = (
+        ("format", c_int),
+        ("source", c_int),
+        ("rows", c_void_p),
+        ("layer_bytes", c_size_t),
+        ("scale", c_float),
+    )
 
 
 NORM_KINDS = {"rms": 0, "layer": 1, "none": 2}

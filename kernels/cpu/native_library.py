@@ -20,6 +20,7 @@ from pipeline.kernels.cpu.native import (
     MaskTicket,
     NativeBlocks,
     NativeDeltaLayer,
+    NativeFileTable,
     NativeGatheredRows,
     NativeHeadNorms,
     NativeHeadShare,
@@ -40,7 +41,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 30
+ABI_VERSION = 31
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -73,7 +74,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_positions": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_int, c_void_p]),
     "program_patches": (None, [c_void_p, NativeRows, c_void_p, c_int]),
     "program_any_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeNorm), c_int, c_int]),
-    "program_add_norm": (None, [c_void_p, c_void_p, c_void_p, POINTER(NativeNorm), c_int, c_float]),
+    "program_add_norm": (None, [c_void_p, c_void_p, c_void_p, POINTER(NativeNorm), c_int, c_float, c_float]),
+    "program_token_inputs": (
+        None,
+        [c_void_p, c_void_p, POINTER(NativeFileTable), POINTER(NativeNorm), c_int, c_int],
+    ),
+    "program_gate_inputs": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_int, c_int]),
     "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
     "program_quantize": (None, [c_void_p, NativeRows, c_int, c_void_p, c_int]),
     "program_gate": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_int, c_int]),

@@ -128,12 +128,13 @@ class AnyNorm final : public Op {
     const bool sampled_;
 };
 
-// residual += norm(from) * factor, or residual = norm(residual) without `from`.
+// residual = (residual + norm(from) * factor) * scale, or residual = norm(residual) without `from`.
 class AddNorm final : public Op {
    public:
-    AddNorm(float* residual, const float* from, const NormWeights& norm, int width, float factor,
+    AddNorm(float* residual, const float* from, const NormWeights& norm, int width, float factor, float scale = 1.0f,
             const RowShare& share = {})
-        : Op("add_norm"), residual_(residual), from_(from), norm_(norm), width_(width), factor_(factor), share_(share) {}
+        : Op("add_norm"), residual_(residual), from_(from), norm_(norm), width_(width), factor_(factor), scale_(scale),
+          share_(share) {}
 
     int tiles(const Step& step) const override { return share_.size(step.tokens); }
     size_t scratch_bytes() const override { return width_ * 4; }
@@ -148,6 +149,8 @@ class AddNorm final : public Op {
         float* normed = reinterpret_cast<float*>(scratch.memory);
         norm_.apply(from_ + size_t(row) * width_, normed, width_);
         for (int i = 0; i < width_; i++) to[i] += normed[i] * factor_;
+        if (scale_ != 1.0f)
+            for (int i = 0; i < width_; i++) to[i] *= scale_;
     }
 
     Cost cost(const Step& step) const override { return {double(step.tokens) * width_ * 12, 0}; }
@@ -157,7 +160,7 @@ class AddNorm final : public Op {
     const float* const from_;
     const NormWeights norm_;
     const int width_;
-    const float factor_;
+    const float factor_, scale_;
     const RowShare share_;
 };
 

@@ -22,10 +22,11 @@
 #include "step.h"
 #include "step_board.h"
 #include "thread_pool.h"
+#include "token_inputs.h"
 
 extern "C" {
 
-int abi_version() { return 30; }
+int abi_version() { return 31; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -132,9 +133,21 @@ void program_any_norm(Program* program, Rows out, int form, const float* residua
 
 // `from` may be null: then the residual itself is normalized.
 void program_add_norm(Program* program, float* residual, const float* from, const NormWeights* norm, int width,
-                      float factor) {
+                      float factor, float scale) {
     const Ranks* const ranks = program->vocab.ranks;  // they share out the tokens
-    program->add<AddNorm>(residual, from, *norm, width, factor, ranks ? RowShare{ranks->rank, ranks->num} : RowShare{});
+    const RowShare share = ranks ? RowShare{ranks->rank, ranks->num} : RowShare{};
+    program->add<AddNorm>(residual, from, *norm, width, factor, scale, share);
+}
+
+// `inputs` [tokens][layers * size] are projections of embeddings, and become the inputs of layers.
+void program_token_inputs(Program* program, float* inputs, const FileTable* table, const NormWeights* norm, int size,
+                          int layers) {
+    program->add<TokenInputs>(inputs, *table, *norm, size, layers);
+}
+
+void program_gate_inputs(Program* program, Rows out, int form, const float* gates, const float* inputs, int size,
+                         int stride, int activation) {
+    program->add<GateInputs>(out, ActivationForm(form), gates, inputs, size, stride, Activation(activation));
 }
 
 void program_quantize(Program* program, Rows out, int form, const float* from, int width) {

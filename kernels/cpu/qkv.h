@@ -12,6 +12,7 @@ struct HeadNorms {
     int layer = 0;  // layer norms, not RMS norms
     int each = 0;   // weights [heads][head_dim], not [head_dim]
     int all = 0;    // one norm of all heads of queries, and one of all of keys
+    int values = 0;  // RMS norms of values, without weights
 };
 
 // How queries are scaled: by `scale`, and by growth[position] where that is given.
@@ -47,6 +48,16 @@ struct QkvWriter {
 
     act* query(int row, int head) const { return queries_.plain(row) + head * kv_.head_dim; }
 
+    // 1 / the root of the mean square of a head's numbers.
+    float rms_factor(const float* values) const {
+        vf squares{};
+        for (int c = 0; c < kv_.head_dim; c += LANES) {
+            const vf value = load<vf>(values + c);
+            squares = fma(value, value, squares);
+        }
+        return 1.0f / std::sqrt(sum(squares) / float(kv_.head_dim) + norms_.eps);
+    }
+
     void normalize(int head, float* values, float known) const {
         const int dim = kv_.head_dim, number = kind(head) == QUERY ? head : head - num_heads_;
         const float* weight = kind(head) == QUERY ? norms_.query : norms_.key;
@@ -58,15 +69,7 @@ struct QkvWriter {
             const float mean = sum(sums) / float(dim);
             for (int c = 0; c < dim; c++) values[c] -= mean;
         }
-        float factor = known;
-        if (!norms_.all) {
-            vf squares{};
-            for (int c = 0; c < dim; c += LANES) {
-                const vf value = load<vf>(values + c);
-                squares = fma(value, value, squares);
-            }
-            factor = 1.0f / std::sqrt(sum(squares) / float(dim) + norms_.eps);
-        }
+        const float factor = norms_.all ? known : rms_factor(values);
         for (int c = 0; c < dim; c++) values[c] = values[c] * factor * weight[c];
     }
 
@@ -74,6 +77,10 @@ struct QkvWriter {
     void write(const Step& step, int row, int head, float* values, float factor = 1.0f) const {
         const int dim = kv_.head_dim;
         if (kind(head) == VALUE) {
+            if (norms_.values) {
+                const float factor = rms_factor(values);
+                for (int c = 0; c < dim; c++) values[c] *= factor;
+            }
             if (kv_.type == KVType::INT8) hadamard(values, dim);
             write_values(step.slots[row], head - num_heads_ - kv_.heads, values);
             return;

@@ -14,7 +14,16 @@ from pipeline.config.settings import Settings
 from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
-from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout, kv_layout, longest_sequence, most_blocks, scratch
+from pipeline.runtime.model.kv_groups import (
+    NO_LOCATION,
+    KVLayout,
+    kv_layout,
+    layout_of_sizes,
+    longest_sequence,
+    most_blocks,
+    scratch,
+    undivided,
+)
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.layers.recurrent import slot_floats
@@ -192,14 +201,42 @@ def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
     """How the layers of a model are divided into KV groups."""
     if not config.causal:
         return scratch(config.num_layers)
+    divides = settings.execute.hybrid_kv_cache_manager
+    if _differs_by_layer(config):
+        return _layout_by_layer(settings.execute, config, _wanted(settings, config), divides=divides)
     windows = [config.window_of(layer) for layer in range(config.num_layers) if not config.is_recurrent(layer)]
-    layout = kv_layout(windows, _wanted(settings, config), divides=settings.execute.hybrid_kv_cache_manager)
+    layout = kv_layout(windows, _wanted(settings, config), divides=divides)
     if not config.has_states:
         return layout
     layer_locations = iter(layout.layer_locations)
     # Recurrent layers have states in place of keys and values.
     every = tuple(NO_LOCATION if config.is_recurrent(i) else next(layer_locations) for i in range(config.num_layers))
     return replace(layout, layer_locations=every)
+
+
+def layout_of_all(execute: ExecuteSettings, config: ModelConfig) -> KVLayout:
+    """All layers in one group, which keeps all positions."""
+    if _differs_by_layer(config):
+        return _layout_by_layer(execute, config, 0, divides=False)
+    return undivided(config.num_layers)
+
+
+def _differs_by_layer(config: ModelConfig) -> bool:
+    """Whether some layers have more keys and values than others, or none of their own."""
+    return config.other_heads is not None or config.first_shared_kv_layer is not None
+
+
+def _layout_by_layer(execute: ExecuteSettings, config: ModelConfig, max_model_len: int, *, divides: bool) -> KVLayout:
+    """The layout of layers with different heads, of which some read the keys and values of others."""
+    layers = range(config.num_layers)
+    own = [layer for layer in layers if config.kv_source(layer) == layer]
+    sizes = [layer_kv_bytes(execute, config, layer) for layer in own]
+    windows = [config.window_of(layer) for layer in own]
+    layout = layout_of_sizes(windows, sizes, max_model_len, divides=divides)
+    at = {layer: i for i, layer in enumerate(own)}
+    sources = [at[config.kv_source(layer)] for layer in layers]
+    locations = tuple(layout.layer_locations[source] for source in sources)
+    return replace(layout, layer_locations=locations, begins=tuple(layout.begins[source] for source in sources))
 
 
 def _wanted(settings: Settings, config: ModelConfig) -> int:
@@ -255,7 +292,15 @@ def kv_dtype(execute: ExecuteSettings) -> str:
     return execute.dtype if execute.kv_dtype == "auto" else execute.kv_dtype
 
 
+def layer_kv_bytes(execute: ExecuteSettings, config: ModelConfig, layer: int) -> int:
+    """Bytes of a layer's keys and values in a block."""
+    heads = config.heads_of(layer)
+    return block_bytes(1, heads.num_kv, heads.dim, DTYPE_BYTES[kv_dtype(execute)])
+
+
 def kv_block_bytes(execute: ExecuteSettings, config: ModelConfig, layout: KVLayout | None = None) -> int:
     """Bytes of a KV block: with the layers of a group, or without a layout with all layers."""
-    num_layers = config.num_layers if layout is None else layout.layers_per_group
-    return block_bytes(num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[kv_dtype(execute)])
+    layout = layout_of_all(execute, config) if layout is None else layout
+    if layout.unit_bytes:
+        return layout.layers_per_group * layout.unit_bytes
+    return layout.layers_per_group * layer_kv_bytes(execute, config, 0)

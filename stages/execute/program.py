@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.rope import Rope
+from pipeline.runtime.model.special_layers import Heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +71,8 @@ class HeadNorms:
     [num_kv_heads * head_dim] unless `ModelConfig.qk_norm_kind` is "head"."""
 
     query: AnyVector
-    key: AnyVector
+    key: "AnyVector | None"
+    """None if the layer has no keys of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,13 @@ class AttentionWeights:
 
     norm: Norm | None
     qkv: Linear
-    """Queries, keys and values, stacked."""
+    """Queries, keys and values, stacked; only queries if there is a `source`."""
     out: Linear
+    heads: Heads
+    source: int | None = None
+    """The layer whose keys and values it reads, if it has none of its own."""
+    value_norm: bool = False
+    """Whether each head of values goes through an RMS norm without weights."""
     head_norms: HeadNorms | None = None
     window: int | None = None
     """Number of positions that a token attends to, including its own; None for no limit."""
@@ -98,6 +105,11 @@ class AttentionWeights:
     post_norm: Norm | None = None
     residual_norm: Norm | None = None
     """Of the residual, after attention's result was added to it."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it makes keys and values."""
+        return self.source is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +156,33 @@ class MlpWeights:
     post_norm: Norm | None = None
     residual_norm: Norm | None = None
     """As of attention."""
+    residual_scale: float = 1.0
+    """Factor of the residual, after the result was added to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What `per_layer` reads of each token: see `PerLayerInputs`."""
+
+    table: AnyMatrix
+    """[vocab_size, layers * size]. Its rows are read where the file is mapped: it is not loaded."""
+    project: Linear
+    """[layers * size, hidden_size]"""
+    norm: AnyVector
+    """[size]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """What adds the inputs of a layer."""
+
+    gate: Linear
+    """[size, hidden_size]"""
+    out: Linear
+    """[hidden_size, size]"""
+    post_norm: Norm
+    residual_scale: float = 1.0
+    """As of the feed-forward layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +224,16 @@ class ProgramBuilder(ABC):
         """residual = norm(table[ids] * embedding_scale + positions[position]). None: the caller writes `residual`
         before each step, which not all back ends support."""
 
+    def token_inputs(self, weights: TokenInputs) -> None:
+        """Make the inputs of all layers, of the residual after `embed`. Only back ends with `Feature.PER_LAYER_INPUTS`
+        have it."""
+        raise NotImplementedError("this back end has no inputs of layers")
+
+    def per_layer(self, weights: PerLayerWeights) -> None:
+        """residual += post_norm(out(activation(gate(residual)) * the inputs of this layer)), then residual *=
+        residual_scale. As `token_inputs`."""
+        raise NotImplementedError("this back end has no inputs of layers")
+
     @abstractmethod
     def attention(self, weights: AttentionWeights) -> None:
         """residual += post_norm(out(attention(rotate(head_norms(qkv(norm(residual))))))) * residual_multiplier, then
@@ -198,7 +247,7 @@ class ProgramBuilder(ABC):
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:
         """residual += post_norm(down(activation(gate(x)) * up(x))) * residual_multiplier, x = norm(residual), then
-        residual = residual_norm(residual). Without gate: down(activation(up(x)))"""
+        residual = residual_norm(residual) * residual_scale. Without gate: down(activation(up(x)))"""
 
     @abstractmethod
     def experts(self, weights: ExpertsWeights) -> None:

@@ -219,6 +219,17 @@ class Weights:
         self.taken[format] = None
         return StoredMatrix(format, data, rows, columns, name)
 
+    def in_file(self, name: str, rows: int, columns: int) -> StoredMatrix:
+        """A matrix whose rows are read in the mapped file, by Llama's name: in the format of the file, whatever the
+        other matrices become. Raises UserError as `matrix`."""
+        keeps, self._keeps_floats = self._keeps_floats, True
+        try:
+            matrix = self.matrix(name, rows, columns)
+        finally:
+            self._keeps_floats = keeps
+        assert isinstance(matrix, StoredMatrix)
+        return matrix
+
     def has(self, name: str) -> bool:
         """Whether the files have a tensor, by Llama's name."""
         return self._layout.find(name)[0] in self._files

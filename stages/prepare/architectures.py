@@ -8,13 +8,14 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.runtime.model import foreign
-from pipeline.runtime.model.model_config import Architecture
+from pipeline.runtime.model.architecture_names import Architecture
 from pipeline.stages.prepare.encoders import bert, modernbert, mpnet, nomic
 from pipeline.stages.prepare.families import (
     alibi,
     cohere,
     experts,
     gemma,
+    gemma4,
     glm,
     gpt,
     layer_norm,
@@ -32,7 +33,7 @@ RECURRENT = (delta_net, short_conv)
 
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     name: architecture
-    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, *RECURRENT, *ENCODERS)
+    for family in (llama, gemma, gemma4, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, *RECURRENT, *ENCODERS)
     for name, architecture in family.ARCHITECTURES.items()
 }
 

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
+from pipeline.runtime.model.rope import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    RopeScaling,
+    YarnRope,
+)
 from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
@@ -116,7 +124,7 @@ def _check_scaling(rope: RopeScaling, theta: float, dim: int, require: Require) 
     for field in ("factor", "low_freq_factor", "high_freq_factor", "magnitude", "beta_fast", "beta_slow"):
         number = getattr(rope, field, 1.0)
         require(math.isfinite(number) and number > 0, field, number, "a positive number")
-    if isinstance(rope, LinearRope):
+    if isinstance(rope, LinearRope | ProportionalRope):
         return
     original = rope.original_max_position
     require(0 < original <= MAX_COUNT, "original_max_position", original, f"a positive number up to {MAX_COUNT}")

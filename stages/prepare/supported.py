@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.sources.config_json import ConfigReader

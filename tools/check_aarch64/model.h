@@ -140,9 +140,9 @@ class Model {
     }
 
     // Of a KV block.
-    size_t layer_bytes() const { return layer_kv(nullptr).block_bytes(); }
-    KV layer_kv(uint8_t* memory) const {
-        return {memory, config.num_kv_heads, config.head_dim, kv_type(), nullptr, nullptr};
+    size_t layer_bytes() const { return layer_kv(nullptr, 0).block_bytes(); }
+    KV layer_kv(uint8_t* memory, size_t stride) const {
+        return {memory, config.num_kv_heads, config.head_dim, kv_type(), nullptr, nullptr, stride};
     }
     KVType kv_type() const { return config.has_extras ? KVType::INT8 : KVType::BF16; }
     int widest() const { return std::max({config.hidden, config.inner, config.num_heads * config.head_dim}); }
@@ -169,7 +169,7 @@ class Model {
         const float *cos = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         const float *sin = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         for (int layer = 0; layer < NUM_LAYERS; layer++) {
-            kv[layer] = layer_kv(memory<uint8_t>(NUM_BLOCKS * layer_bytes()));
+            kv[layer] = layer_kv(memory<uint8_t>(NUM_BLOCKS * layer_bytes()), layer_bytes());
             library.norm(program, normed, int(form), residual, numbers(c.hidden, 1, 0.3f), c.hidden, EPS, 0);
             const HeadNorms norms{numbers(c.head_dim, 1, 0.3f), numbers(c.head_dim, 1, 0.3f), EPS};
             const Product qkv{*matrix(c.weights, heads * c.head_dim, c.hidden, c.has_extras), normed};

@@ -23,7 +23,7 @@ from pipeline.kernels.cpu import native, native_library, peaks
 from pipeline.kernels.cpu.build import PROGRAM, build
 from pipeline.kernels.cpu.isa import NEEDED, Isa, available
 from pipeline.kernels.cpu.native import ActivationForm, KVType
-from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs, block_bytes
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128)}
 """Query heads, key-value heads, head_dim."""
@@ -60,7 +60,8 @@ class Layers:
             words = values if wide else (values.view(np.uint32) >> 16).astype(np.uint16)
             rows = queries[: tokens * stride].reshape(tokens, stride)
             rows[:, : words.itemsize * heads * dim] = words.view(np.uint8)
-            layer = native.NativeLayerMemory(keys.ctypes.data, kv_heads, dim, KVType.BF16, None, None)
+            stride = block_bytes(1, kv_heads, dim, 2)
+            layer = native.NativeLayerMemory(keys.ctypes.data, kv_heads, dim, KVType.BF16, stride=stride)
             self._kept.append(layer)
             made = (native.NativeRows(memory.ctypes.data, stride) for memory in (out, queries))
             library.program_attention(self.program, next(made), 0, next(made), ctypes.byref(layer), plan, None)

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import ModelConfig
 
 
 def shape(

@@ -3,7 +3,8 @@
 from typing import Any
 
 from pipeline.cli.profile.shape import shape
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.rope import Rope
 from pipeline.runtime.model.special_layers import Experts
 

@@ -85,9 +85,17 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
     """Layers that keep all positions are in the first groups."""
     layer_locations: tuple[tuple[int, int], ...]
-    """Of each layer: its group, and its place in the group's blocks; or NO_LOCATION."""
+    """Of each layer: its group, and its unit in the group's blocks; or NO_LOCATION."""
     layers_per_group: int
-    """Layers in a block."""
+    """Units in a block: layers, if all have the same size."""
+    unit_bytes: int = 0
+    """Bytes of a unit, if layers have different sizes; else 0."""
+    begins: tuple[int, ...] = ()
+    """Of each layer: the byte of its unit at which its keys and values begin; empty: 0 for all."""
+
+    def begin_of(self, layer: int) -> int:
+        """The byte of its unit at which a layer's keys and values begin."""
+        return self.begins[layer] if self.begins else 0
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -111,6 +119,49 @@ def kv_layout(windows: Sequence[int | None], max_model_len: int, *, divides: boo
                 layer_locations[layer] = len(groups), index
             groups.append(KVGroup(window, len(part)))
     return KVLayout(tuple(groups) or (FULL,), tuple(layer_locations), layers_per_group)
+
+
+def layout_of_sizes(
+    windows: Sequence[int | None], sizes: Sequence[int], max_model_len: int, *, divides: bool = True
+) -> KVLayout:
+    """The same of layers whose keys and values of a block have `sizes`, in bytes. A unit has one layer, or several
+    adjacent ones of the same kind, if they are small:
+
+        Gemma 4 E2B     group 0   layers (4) (9) (14)              full attention, heads of 512
+                        group 1   layers (0 1) (2 3) (5 6)         window of 512, heads of 256
+                        group 2   layers (7 8) (10 11) (12 13)     window of 512
+    """
+    kinds = [window if divides and window and window < max_model_len else 0 for window in windows]
+    largest = max(sizes)
+    # A unit may be a little larger than the largest layer, so that smaller layers fill it.
+    options = {largest, *(-(-largest // size) * size for size in sizes)}
+    unit_bytes = min(options, key=lambda option: (option * _num_units(kinds, sizes, option), option))
+    units = _units(kinds, sizes, unit_bytes)
+    num_units = _num_units(kinds, sizes, unit_bytes)
+    windows_of = [next(kind for kind, (at, _) in zip(kinds, units, strict=True) if at == i) for i in range(num_units)]
+    layout = kv_layout(windows_of, max_model_len, divides=divides)
+    locations = tuple(layout.layer_locations[unit] for unit, _ in units)
+    begins = tuple(begin for _, begin in units)
+    return KVLayout(layout.groups, locations, layout.layers_per_group, unit_bytes, begins)
+
+
+def _units(kinds: Sequence[int], sizes: Sequence[int], unit_bytes: int) -> list[tuple[int, int]]:
+    """The number of each layer's unit, and the byte where it begins there."""
+    units: list[tuple[int, int]] = []
+    last: dict[int, tuple[int, int]] = {}
+    """The last unit of each kind of layers, and the bytes of it that are used."""
+    num = 0
+    for kind, size in zip(kinds, sizes, strict=True):
+        unit, used = last.get(kind, (0, unit_bytes))
+        if used + size > unit_bytes:
+            unit, used, num = num, 0, num + 1
+        units.append((unit, used))
+        last[kind] = unit, used + size
+    return units
+
+
+def _num_units(kinds: Sequence[int], sizes: Sequence[int], unit_bytes: int) -> int:
+    return 1 + max(unit for unit, _ in _units(kinds, sizes, unit_bytes))
 
 
 def has_windows(groups: Sequence[KVGroup]) -> bool:

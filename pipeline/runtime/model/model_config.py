@@ -9,70 +9,15 @@ import msgspec
 from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.model.pooler import Pooler, Task
 from pipeline.runtime.model.rope import LongRope, Rope, RopeScaling
-from pipeline.runtime.model.special_layers import DeltaNet, Eagle3, Experts, ShortConv
-
-Architecture = Literal[
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "granite",
-    "seed_oss",
-    "ministral",
-    "ministral3",
-    "helium",
-    "ernie4_5",
-    "arcee",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi",
-    "phi3",
-    "glm",
-    "glm4",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "exaone4",
-    "cohere",
-    "cohere2",
-    "starcoder2",
-    "stablelm",
-    "nemotron",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "opt",
-    "falcon",
-    "bloom",
-    "mpt",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmoe",
-    "gpt_oss",
-    "glm4_moe",
-    "ernie4_5_moe",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "olmo_hybrid",
-    "lfm2",
-    "lfm2_moe",
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "distilbert",
-    "mpnet",
-    "modernbert",
-    "eurobert",
-    "nomic_bert",
-    "gte",
-    "new",
-]
-"""`model_type` of config.json, of the architectures that need no further package."""
+from pipeline.runtime.model.special_layers import (
+    DeltaNet,
+    Eagle3,
+    Experts,
+    Heads,
+    OtherHeads,
+    PerLayerInputs,
+    ShortConv,
+)
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -163,6 +108,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    other_heads: OtherHeads | None = None
+    """The layers with other heads than `num_kv_heads` of `head_dim`."""
     vocab_size: int
     """Number of rows of the embedding."""
     max_position: int
@@ -197,6 +144,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """a in gate * sigmoid(a * gate) * (up + 1), which is the activation "swiglu_oai"."""
     swiglu_limit: float = 7.0
     """With "swiglu_oai", the most that gate may be, and the largest magnitude of up; larger ones are clamped."""
+    intermediate_sizes: list[int] | None = None
+    """Of each layer; None: `intermediate_size`."""
+    layer_scales: bool = False
+    """Whether the residual is multiplied with a number after each layer."""
+    per_layer_inputs: PerLayerInputs | None = None
     experts: Experts | None = None
     delta: DeltaNet | None = None
     short_conv: ShortConv | None = None
@@ -257,6 +209,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     qk_norm_kind: QkNorm = "head"
     """"head": each head by itself, with weights [head_dim]; "each_head": with weights for each head [num_heads *
     head_dim]; "all": all heads together, with such weights."""
+    value_norm: bool = False
+    """Whether each head of values is normalized, by a norm without weights."""
+    first_shared_kv_layer: int | None = None
+    """From this layer on, layers have no keys and values of their own: each reads those of the last layer before this
+    one that has the same kind of attention, with a window or without."""
     eos_ids: list[int]
     bos_id: int | None = None
     add_bos: bool = False
@@ -322,6 +279,44 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         window = self.window_of(layer)
         return None if self.causal or window is None else window - 1
 
+    def heads_of(self, layer: int) -> Heads:
+        """The heads of a layer's attention."""
+        other = self.other_heads
+        if other is not None and layer in other.layers:
+            return Heads(self.num_heads, other.num_kv_heads, other.head_dim)
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def all_heads(self) -> list[Heads]:
+        """The different heads of its layers."""
+        return list(dict.fromkeys(self.heads_of(layer) for layer in range(self.num_layers)))
+
+    @property
+    def query_size(self) -> int:
+        """The queries of a token in the layer that has most."""
+        return max(heads.query_size for heads in self.all_heads)
+
+    def values_are_keys(self, layer: int) -> bool:
+        """Whether the values of a layer are its projected keys."""
+        return self.other_heads is not None and self.other_heads.values_are_keys and layer in self.other_heads.layers
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, unless it has none of its own."""
+        first = self.first_shared_kv_layer
+        if first is None or layer < first:
+            return layer
+        return max(before for before in range(first) if self.window_of(before) == self.window_of(layer))
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether its layers have different matrices, or some read the keys and values of others."""
+        kinds = self.other_heads, self.first_shared_kv_layer, self.intermediate_sizes, self.per_layer_inputs
+        return any(kind is not None for kind in kinds)
+
+    def inner_of(self, layer: int) -> int:
+        """The intermediate size of the feed-forward layer of a layer."""
+        return self.intermediate_size if self.intermediate_sizes is None else self.intermediate_sizes[layer]
+
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent state in place of attention."""
         recurrent = self.short_conv if self.delta is None else self.delta
@@ -347,7 +342,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     @property
     def inner_sizes(self) -> list[int]:
         """The intermediate sizes of the feed-forward layers, without those of experts."""
-        sizes = [] if all(self.has_experts(layer) for layer in range(self.num_layers)) else [self.intermediate_size]
+        dense = [layer for layer in range(self.num_layers) if not self.has_experts(layer)]
+        sizes = list(dict.fromkeys(self.inner_of(layer) for layer in dense))
         shared = self.experts.shared_intermediate_size if self.experts is not None else 0
         return [*sizes, shared] if shared else sizes
 

@@ -44,7 +44,18 @@ class LongRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """The same if sequences may be longer."""
 
 
-RopeScaling = Llama3Rope | LinearRope | YarnRope | LongRope
+class ProportionalRope(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="proportional", kw_only=True
+):
+    """Only the first pairs of a head rotate, with the frequencies that they have if all rotate (Gemma 4)."""
+
+    part: float
+    """The pairs that rotate, of all."""
+    factor: float = 1.0
+    """Positions are divided by it."""
+
+
+RopeScaling = Llama3Rope | LinearRope | YarnRope | LongRope | ProportionalRope
 
 
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

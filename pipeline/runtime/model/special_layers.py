@@ -1,6 +1,6 @@
-"""Layers that only some models have."""
+"""Layers that only some models have, and sizes that differ from layer to layer."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -75,3 +75,44 @@ class Eagle3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Rows of its LM head."""
     norm_before_residual: bool = False
     """Whether the residual begins with the normalized hidden states."""
+
+
+class Heads(NamedTuple):
+    """The heads of a layer's attention."""
+
+    num: int
+    """Query heads."""
+    num_kv: int
+    dim: int
+
+    @property
+    def query_size(self) -> int:
+        return self.num * self.dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv * self.dim
+
+
+class OtherHeads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Layers whose heads differ from those of the other layers (Gemma 4: layers without a window)."""
+
+    layers: list[int]
+    num_kv_heads: int
+    head_dim: int
+    values_are_keys: bool = False
+    """Whether these layers have no projection of values: values are the projected keys, before their norm and rotary
+    embedding."""
+
+
+class PerLayerInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Embeddings of each token that are added in each layer (Gemma 4 E2B): after the feed-forward layer, a gate of the
+    hidden states is multiplied with them.
+
+    The inputs of a layer are (norm(project(embedding) / sqrt(hidden_size)) + row * sqrt(size)) / sqrt(2). A row of the
+    table has those of all layers."""
+
+    size: int
+    """Of the inputs of a layer."""
+    vocab_size: int
+    """Rows of the table."""

@@ -32,7 +32,7 @@ from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_bl
 from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS
 from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv, require_room, state_slot_bytes
-from pipeline.stages.execute.models.recurrent import require_supported
+from pipeline.stages.execute.models.limits import require_supported
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.publishing import Sampled

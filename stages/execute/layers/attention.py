@@ -23,23 +23,23 @@ def attention_weights(
 ) -> AttentionWeights:
     """The weights of one layer, by Llama's names. Queries, keys and values are stacked. Without `num_inputs`, they are
     made of hidden states."""
-    layer = f"model.layers.{index}"
-    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
-    rows = [queries, keys, keys]
+    layer, heads, source = f"model.layers.{index}", config.heads_of(index), config.kv_source(index)
+    hidden, queries, keys = config.hidden_size, heads.query_size, heads.kv_size
+    kinds = "q" if source != index else "qkk" if config.values_are_keys(index) else "qkv"
+    names = [f"{layer}.self_attn.{name}_proj" for name in kinds]
+    rows = [queries, keys, keys][: len(kinds)]
     qkv = weights.matrices([f"{name}.weight" for name in names], rows, num_inputs or hidden)
     out = weights.matrix(f"{layer}.self_attn.o_proj.weight", hidden, queries)
     qkv_bias = weights.join_vectors([f"{name}.bias" for name in names], rows) if config.qkv_bias else None
     out_bias = weights.vector(f"{layer}.self_attn.o_proj.bias", hidden) if config.out_bias else None
-    head_norms = _head_norms(config, weights, layer)
+    head_norms = _head_norms(config, weights, index)
     if (order := head_order(config)) is not None:
         orders = head_indices(order, queries), head_indices(order, keys)
         qkv = tuple(_take_rows(matrix, each) for matrix, each in zip(qkv, orders, strict=False)) + qkv[2:]
         if qkv_bias is not None:
             every = np.concatenate([orders[0], queries + orders[1], np.arange(queries + keys, queries + 2 * keys)])
             qkv_bias = qkv_bias[every]
-        if head_norms is not None:
+        if head_norms is not None and head_norms.key is not None:
             taken = [weight[head_indices(order, len(weight))] for weight in (head_norms.query, head_norms.key)]
             head_norms = HeadNorms(*taken)
     gate = None
@@ -51,6 +51,9 @@ def attention_weights(
         norm=norm_weights(config, weights, f"{layer}.input_layernorm") if has_norm else None,
         qkv=Linear(qkv, qkv_bias),
         out=Linear((out,), out_bias),
+        heads=heads,
+        source=None if source == index else source,
+        value_norm=config.value_norm,
         head_norms=head_norms,
         window=config.window_of(index),
         window_after=config.window_after_of(index),
@@ -65,18 +68,20 @@ def attention_weights(
     )
 
 
-def _head_norms(config: ModelConfig, weights: Weights, layer: str) -> HeadNorms | None:
+def _head_norms(config: ModelConfig, weights: Weights, index: int) -> HeadNorms | None:
     if not config.qk_norm:
         return None
-    sizes = config.head_dim, config.head_dim
+    heads, layer = config.heads_of(index), f"model.layers.{index}"
+    sizes = heads.dim, heads.dim
     if config.qk_norm_kind != "head":
-        sizes = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    query, key = (
-        weights.vector(f"{layer}.self_attn.{name}_norm.weight", size) for name, size in zip("qk", sizes, strict=True)
-    )
+        sizes = heads.query_size, heads.kv_size
+    kinds = "qk" if config.kv_source(index) == index else "q"
+    found = [
+        weights.vector(f"{layer}.self_attn.{name}_norm.weight", size) for name, size in zip(kinds, sizes, strict=False)
+    ]
     if config.norm_offset:
-        query, key = query + config.norm_offset, key + config.norm_offset
-    return HeadNorms(query, key)
+        found = [weight + config.norm_offset for weight in found]
+    return HeadNorms(found[0], found[1] if len(found) > 1 else None)
 
 
 MAX_DISTANCE = 128

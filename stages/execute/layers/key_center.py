@@ -32,11 +32,12 @@ def key_center(config: ModelConfig, weights: AttentionWeights, max_model_len: in
     [num_kv_heads, head_dim] float32. None if keys have no bias, or a norm after it, or allow no center.
     `max_model_len` only selects the frequencies of LongRoPE."""
     bias = weights.qkv.bias
-    if bias is None or weights.head_norms is not None or not allows_center(config):
+    if bias is None or not weights.has_keys or weights.head_norms is not None or not allows_center(config):
         return None
-    first, size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    keys = np.asarray(bias, np.float64)[first : first + size].reshape(config.num_kv_heads, 2, -1)
-    turning = rotation(config, weights.rope, max_model_len)
+    heads = weights.heads
+    first, size = heads.query_size, heads.kv_size
+    keys = np.asarray(bias, np.float64)[first : first + size].reshape(heads.num_kv, 2, -1)
+    turning = rotation(config, weights.rope, weights.heads.dim, max_model_len)
     # Equally spaced logarithms of position + NEAR have these weights.
     logarithms = np.linspace(math.log(NEAR), math.log(NEAR + config.max_position), NUM_POSITIONS)
     angles = np.multiply.outer(np.exp(logarithms) - NEAR, turning.frequencies.astype(np.float64))

@@ -9,7 +9,7 @@ from pipeline.stages.execute.weights import Weights
 def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights:
     """The weights of one layer, by Llama's names. Gate and up are stacked."""
     layer = f"model.layers.{index}"
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner = config.hidden_size, config.inner_of(index)
     names = [f"{layer}.mlp.{name}_proj" for name in (("gate", "up") if config.gated else ("up",))]
     sizes = [inner] * len(names)
     gate_up = weights.matrices([f"{name}.weight" for name in names], sizes, hidden)
@@ -26,4 +26,10 @@ def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights
         down=Linear((down,), down_bias),
         post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.has_post_norms(index) else None,
         residual_norm=norm_weights(config, weights, f"{layer}.mlp_residual_norm") if config.residual_norms else None,
+        residual_scale=1.0 if config.per_layer_inputs is not None else layer_scale(config, weights, index),
     )
+
+
+def layer_scale(config: ModelConfig, weights: Weights, index: int) -> float:
+    """The factor of the residual after a layer."""
+    return float(weights.floats(f"model.layers.{index}.layer_scale.weight", (1,))[0]) if config.layer_scales else 1.0

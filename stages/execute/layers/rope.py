@@ -13,7 +13,15 @@ import numpy as np
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
+from pipeline.runtime.model.rope import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    RopeScaling,
+    YarnRope,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +34,24 @@ class Rotation:
     """Factors of the rotated pairs, [head_dim / 2]; None if all are 1."""
 
 
-def rotations(config: ModelConfig, max_model_len: int) -> dict[Rope | None, Rotation]:
-    """The different rotary embeddings of a model, by `ModelConfig.rope_of`, in the order of the layers."""
-    found = {config.rope_of(layer): None for layer in range(config.num_layers)} or {config.rope_of(0): None}
-    return {rope: rotation(config, rope, max_model_len) for rope in found}
+RopeKey = tuple[Rope | None, int]
+"""A rotary embedding and the size of the heads that it rotates."""
 
 
-def rotation(config: ModelConfig, rope: Rope | None, max_model_len: int) -> Rotation:
+def rotations(config: ModelConfig, max_model_len: int) -> dict[RopeKey, Rotation]:
+    """The different rotary embeddings of a model, in the order of the layers."""
+    layers = range(max(1, config.num_layers))
+    found = dict.fromkeys((config.rope_of(layer), config.heads_of(layer).dim) for layer in layers)
+    return {key: rotation(config, *key, max_model_len) for key in found}
+
+
+def rotation(config: ModelConfig, rope: Rope | None, head_dim: int, max_model_len: int) -> Rotation:
     """The rotation of `rope` for sequences of up to `max_model_len` positions."""
-    half = config.head_dim // 2
+    half = head_dim // 2
     frequencies = np.zeros(half, np.float32)
     if rope is None:
         return Rotation(frequencies, None)
-    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    dim = head_dim if config.rotary_dim is None else config.rotary_dim
     frequencies[: dim // 2] = rope_frequencies(dim, rope.theta, rope.scaling, max_model_len)
     magnitude = rope.scaling.magnitude if isinstance(rope.scaling, YarnRope | LongRope) else 1.0
     if magnitude == 1.0:
@@ -77,6 +90,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, m
         case Llama3Rope():
             return scale_llama3(frequencies, scaling)
         case LinearRope():
+            return frequencies / np.float32(scaling.factor)
+        case ProportionalRope():
+            frequencies[int(scaling.part * head_dim // 2) :] = 0
             return frequencies / np.float32(scaling.factor)
         case YarnRope():
             return scale_yarn(powers, scaling, theta)

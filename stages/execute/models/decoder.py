@@ -10,7 +10,8 @@ A feed-forward layer may be a mixture of experts. With `parallel`, it reads the 
 
 embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
 
-Some layers may have a recurrent state in place of attention (gated DeltaNet, short convolutions). A model that
+Inputs of a token for each layer (per-layer embeddings) are made after the embedding, and added after the feed-forward
+layer. Some layers may have a recurrent state in place of attention (gated DeltaNet, short convolutions). A model that
 does not generate ends with the last norm; BERT has none, but norms of the residual after each sum.
 """
 
@@ -22,6 +23,7 @@ from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.layers.per_layer import per_layer_weights, token_inputs
 from pipeline.stages.execute.layers.recurrent import recurrent_weights
 from pipeline.stages.execute.program import AnyMatrix, Embedding, Head, ProgramBuilder
 from pipeline.stages.execute.ranks.layer_split import Part
@@ -36,6 +38,8 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
     if part.is_first or (part.is_last and config.tie_embeddings):
         table = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
     program.embed(_embedding(config, weights, table) if part.is_first and table is not None else None)
+    if config.per_layer_inputs is not None:
+        program.token_inputs(token_inputs(config, weights))
     for i in part.layers:
         if config.parallel:
             program.parallel(attention_weights(config, weights, i), mlp_weights(config, weights, i))
@@ -48,6 +52,8 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
             program.experts(experts_weights(config, weights, i))
         else:
             program.mlp(mlp_weights(config, weights, i))
+        if config.per_layer_inputs is not None:
+            program.per_layer(per_layer_weights(config, weights, i))
     if not part.is_last:
         return
     if not config.generates:

@@ -45,6 +45,12 @@ class Feature(Enum):
     DELTA_NET = "layers with a recurrent state"
     SHORT_CONV = "short convolutions"
     ATTENTION_GATE = "a gate of attention's result"
+    OTHER_HEADS = "layers with other heads"
+    VALUE_NORM = "a norm of values"
+    SHARED_KV = "layers that read the keys and values of others"
+    INNER_SIZES = "feed-forward layers of different sizes"
+    LAYER_SCALES = "a factor of the residual after each layer"
+    PER_LAYER_INPUTS = "inputs of each layer"
     ROPES = "layers with different rotary embeddings"
 
 
@@ -84,6 +90,12 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.DELTA_NET: config.delta is not None,
         Feature.SHORT_CONV: config.short_conv is not None,
         Feature.ATTENTION_GATE: config.attention_gate,
+        Feature.OTHER_HEADS: len(config.all_heads) > 1,
+        Feature.VALUE_NORM: config.value_norm,
+        Feature.SHARED_KV: config.first_shared_kv_layer is not None,
+        Feature.INNER_SIZES: config.intermediate_sizes is not None,
+        Feature.LAYER_SCALES: config.layer_scales,
+        Feature.PER_LAYER_INPUTS: config.per_layer_inputs is not None,
         Feature.ROPES: len(ropes) > 1,
     }
     return {feature for feature, is_needed in needs.items() if is_needed}
@@ -99,6 +111,12 @@ TRITON: frozenset[Feature] = frozenset(Feature) - {
     Feature.TOKEN_TYPES,
     Feature.DISTANCE_BIASES,
     Feature.NO_HEAD,
+    Feature.OTHER_HEADS,
+    Feature.VALUE_NORM,
+    Feature.SHARED_KV,
+    Feature.INNER_SIZES,
+    Feature.LAYER_SCALES,
+    Feature.PER_LAYER_INPUTS,
 }
 """Features of the GPU program."""
 

@@ -5,7 +5,8 @@ from typing import get_args
 
 from pipeline.errors import UserError
 from pipeline.runtime.model import foreign
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.models import decoder
 from pipeline.stages.execute.program import ProgramBuilder
 from pipeline.stages.execute.ranks.layer_split import Part

@@ -69,6 +69,9 @@ def balanced(layer_bytes: Sequence[int], head_bytes: int, num: int) -> list[int]
 def kv_layout_of(layout: KVLayout, part: Part) -> KVLayout:
     """Where the layers of a part keep keys and values: the groups are those of the model, and blocks have room for the
     part's layers only."""
+    if len(part.layers) == len(layout.layer_locations):
+        return layout
+    assert not layout.begins, "a model whose layers have different sizes has one stage"
     sizes = [0] * len(layout.groups)
     layer_locations = []
     for layer in part.layers:

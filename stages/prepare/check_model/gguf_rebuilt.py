@@ -17,7 +17,7 @@ import torch
 
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.pooler import PoolingKind
-from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
+from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, ProportionalRope, RopeScaling, YarnRope
 from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.architectures import architecture_of
 from pipeline.stages.prepare.files import shown
@@ -111,6 +111,8 @@ def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
             return {"rope_type": "default"}
         case LinearRope(factor):
             return {"rope_type": "linear", "factor": factor}
+        case ProportionalRope():
+            return {"rope_type": "proportional", "partial_rotary_factor": scaling.part, "factor": scaling.factor}
         case Llama3Rope():
             return {
                 "rope_type": "llama3",

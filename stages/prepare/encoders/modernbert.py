@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.runtime.model.pooler import PoolingKind
 from pipeline.stages.prepare.encoders.heads import (
     CLASSIFIER,

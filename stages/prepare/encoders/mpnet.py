@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.stages.prepare.encoders.bert import BERT, DEFAULTS, KEYS, embeddings, positions_after_padding
 from pipeline.stages.prepare.encoders.heads import ROBERTA_HEADS
 from pipeline.stages.prepare.families.architecture import HfArchitecture, renamed

@@ -4,7 +4,8 @@ their tensors in memory, and writes those of the hub."""
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig, Piece
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.rope import LinearRope
 from pipeline.stages.prepare.encoders.bert import POST_NORM
 from pipeline.stages.prepare.encoders.heads import BERT_HEADS

@@ -174,6 +174,7 @@ TEXT_PREFIX = "language_model."
 TIE = "tie_word_embeddings"
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -184,7 +185,7 @@ TEXT_PARTS = {
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
 OLD_TEXT_TYPES = {"exaone4_5_text": "exaone4"}
 """`model_type` of text models in older files."""
-TIED = ("gemma3", "mistral3")
+TIED = ("gemma3", "gemma4", "mistral3")
 """Of these, those with a tied head by default."""
 
 
@@ -209,7 +210,13 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def as_part(layout: Layout) -> Layout:
     """The layout of the same tensors as a part of a model for texts and images."""
-    outside = {name: layout.pieces.get(name) or Piece(name) for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    names = (
+        "model.embed_tokens",
+        "model.norm",
+        "lm_head",
+        *(name for name in layout.pieces if name.startswith("model.")),
+    )
+    outside = {name: layout.pieces.get(name) or Piece(name) for name in names}
     pieces = {
         name: msgspec.structs.replace(piece, tensor=f"{TEXT_PREFIX}{piece.tensor}") for name, piece in outside.items()
     }

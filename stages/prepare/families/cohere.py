@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.families.architecture import HfArchitecture, windows_by_pattern
 from pipeline.stages.prepare.families.keys import Keys
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig, Piece
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.families.architecture import (
     HfArchitecture,

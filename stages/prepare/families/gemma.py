@@ -1,8 +1,9 @@
-"""Gemma 1, 2 and 3 (text)."""
+"""Gemma 1, 2, 3 and 4 (text)."""
 
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.stages.prepare.families.architecture import HfArchitecture, renamed, windows_by_pattern
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 

@@ -1,6 +1,7 @@
 """GLM-4: "glm" for GLM-4-9B, "glm4" for GLM-4-0414."""
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.stages.prepare.families.architecture import HfArchitecture, gate_up_slices, renamed
 
 DEFAULTS = {

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, windows_by_pattern
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.families.ropes import original_context, rope_of

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.stages.prepare.families.architecture import (
     LAYER_NORM,
     HfArchitecture,

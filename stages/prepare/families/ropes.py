@@ -8,14 +8,22 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
+from pipeline.runtime.model.rope import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    RopeScaling,
+    YarnRope,
+)
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.shape import MAX_COUNT, as_float
 
 PART = "partial_rotary_factor"
 BY_LAYER = ("full_attention", "sliding_attention")
-KINDS = ("default", "llama3", "linear", "yarn", "longrope")
+KINDS = ("default", "llama3", "linear", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,8 @@ def read_ropes(keys: Keys) -> Ropes:
     local_theta = _theta(sliding, key, keys) if local is None or "rope_theta" in sliding else as_float(local)
     sliding_rope = Rope(local_theta, _scaling(sliding, key, keys))
     part, name = keys.get(PART, (int, float), 1.0), keys.name(PART)
+    if isinstance(main_rope.scaling, ProportionalRope):
+        return Ropes(main_rope, sliding_rope, 1.0)
     if PART in main:
         part, name = main[PART], f"{key}.{PART}"
     if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
@@ -118,6 +128,11 @@ def _scaling(rope: Mapping[str, Any], key: str, keys: Keys) -> RopeScaling | Non
             return _yarn(rope, key, keys)
         case "longrope":
             return _longrope(rope, key, keys)
+        case "proportional":
+            part = _number(rope.get(PART, 1.0), f"{key}.{PART}")
+            if not 0 < part <= 1:
+                raise ConfigFault(f"{key} has {PART} {shown(part)}; it must be a number above 0, up to 1")
+            return ProportionalRope(part=part, factor=_positive({"factor": 1.0, **rope}, key, "factor"))
     raise ConfigFault(f"{key} has rope_type {shown(kind)}; supported are {', '.join(map(repr, KINDS))}")
 
 

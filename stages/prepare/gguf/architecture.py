@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.gguf.metadata import Metadata, shortest
 from pipeline.stages.prepare.sources.source import ModelError

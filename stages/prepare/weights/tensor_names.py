@@ -16,6 +16,7 @@ from pipeline.stages.prepare.families.architecture import TEXT_PREFIX
 OUTSIDE = (
     *("model.embed_tokens", "model.embed_positions", "model.embed_token_types", "model.embed_norm", "model.norm"),
     *("model.distance_bias", "lm_head"),
+    *("model.per_layer_embeddings", "model.per_layer_projection", "model.per_layer_norm"),
 )
 """Llama's names of the modules that are not in a layer."""
 

@@ -162,6 +162,10 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes |= norm_shapes(config, "model.embed_norm")
     if config.distance_buckets:
         shapes["model.distance_bias.weight"] = (config.distance_buckets, config.num_heads)
+    if (inputs := config.per_layer_inputs) is not None:
+        shapes["model.per_layer_embeddings.weight"] = (inputs.vocab_size, config.num_layers * inputs.size)
+        shapes["model.per_layer_projection.weight"] = (config.num_layers * inputs.size, hidden)
+        shapes["model.per_layer_norm.weight"] = (inputs.size,)
     for layer in range(config.num_layers):
         shapes |= layer_shapes(config, layer)
     if not config.residual_norms:
@@ -182,9 +186,9 @@ def norm_shapes(config: ModelConfig, name: str) -> dict[str, Shape]:
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """The tensors of one layer."""
     before = f"model.layers.{layer}."
-    linears, vectors = recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
+    linears, vectors = recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config, layer)
     shapes: dict[str, Shape] = {f"{before}{name}": shape for name, shape in vectors.items()}
-    linears |= _expert_linears(config) if config.has_experts(layer) else _mlp_linears(config)
+    linears |= _expert_linears(config) if config.has_experts(layer) else _mlp_linears(config, layer)
     norms = ["self_attn_residual_norm", "mlp_residual_norm"] if config.residual_norms else []
     if config.has_pre_norms(layer):
         norms += [] if config.skips_first_norm and layer == 0 else ["input_layernorm"]
@@ -193,6 +197,12 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         norms += ["self_attn_post_norm", "mlp_post_norm"]
     for norm in norms:
         shapes |= norm_shapes(config, f"{before}{norm}")
+    if (inputs := config.per_layer_inputs) is not None:
+        linears["per_layer.gate_proj"] = (inputs.size, config.hidden_size, False)
+        linears["per_layer.out_proj"] = (config.hidden_size, inputs.size, False)
+        shapes |= norm_shapes(config, f"{before}per_layer.post_norm")
+    if config.layer_scales:
+        shapes[f"{before}layer_scale.weight"] = (1,)
     if config.experts is not None and config.experts.selection_bias and config.has_experts(layer):
         shapes[f"{before}mlp.selection.bias"] = (config.experts.num,)
     for name, (rows, columns, has_bias) in linears.items():
@@ -202,30 +212,35 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     return shapes
 
 
-def _attention_shapes(config: ModelConfig) -> tuple[Linears, dict[str, Shape]]:
+def _attention_shapes(config: ModelConfig, layer: int) -> tuple[Linears, dict[str, Shape]]:
     """The matrices of attention in a layer, and its other tensors."""
-    hidden = config.hidden_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, heads = config.hidden_size, config.heads_of(layer)
+    q_size, kv_size = heads.query_size, heads.kv_size
     linears: Linears = {
         "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
         "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, config.out_bias),
     }
+    has_keys = config.kv_source(layer) == layer
+    unused = ["v_proj"] if config.values_are_keys(layer) else []
+    for name in unused if has_keys else ["k_proj", "v_proj"]:
+        del linears[f"self_attn.{name}"]
     if config.attention_gate:
         linears["self_attn.gate_proj"] = (q_size, hidden, config.qkv_bias)
     vectors: dict[str, Shape] = {}
     if config.qk_norm:
         whole = config.qk_norm_kind != "head"
-        vectors["self_attn.q_norm.weight"] = (q_size if whole else config.head_dim,)
-        vectors["self_attn.k_norm.weight"] = (kv_size if whole else config.head_dim,)
+        vectors["self_attn.q_norm.weight"] = (q_size if whole else heads.dim,)
+        if has_keys:
+            vectors["self_attn.k_norm.weight"] = (kv_size if whole else heads.dim,)
     if config.sinks:
         vectors["self_attn.sinks"] = (config.num_heads,)
     return linears, vectors
 
 
-def _mlp_linears(config: ModelConfig) -> Linears:
-    return _gated_linears(config, "mlp.", config.intermediate_size, config.mlp_bias, config.down_bias)
+def _mlp_linears(config: ModelConfig, layer: int) -> Linears:
+    return _gated_linears(config, "mlp.", config.inner_of(layer), config.mlp_bias, config.down_bias)
 
 
 def _gated_linears(

@@ -30,8 +30,13 @@ MASKS = {
     "gpt_neox": (".attention.bias", ".attention.masked_bias"),
 }
 """The same of causal masks, by architecture. In others, such a name is that of a bias."""
-IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
-"""Prefixes of the tensors for images, in models for texts and images."""
+IMAGES = (
+    *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
+    *("embed_vision.", "audio_tower.", "embed_audio."),
+)
+"""Prefixes of the tensors for images and sounds, in models for texts and these."""
+OWN_KV = tuple(f".self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+"""Last parts of the names of a layer's tensors for its keys and values."""
 OTHER_HEADS = (
     *("cls.", "lm_head.", "pooler.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "decoder.", "head."),
     *("qa_outputs.", "classifier.", "predictions."),
@@ -53,9 +58,20 @@ DRAFTS_AS_LAYERS = ("glm4_moe",)
 def _drafts(name: str, config: ModelConfig) -> bool:
     if config.architecture not in DRAFTS_AS_LAYERS:
         return name.startswith(DRAFTS.get(config.architecture, ()))
+    layer = _layer_of(name, config)
+    return layer is not None and layer >= config.num_layers
+
+
+def _layer_of(name: str, config: ModelConfig) -> int | None:
+    """The number of the layer that a tensor belongs to; None if that is none."""
     before, behind = config.layout.layers.split("{}")
     number = name.removeprefix(before).partition(behind)[0]
-    return name.startswith(before) and number.isdecimal() and int(number) >= config.num_layers
+    return int(number) if name.startswith(before) and number.isdecimal() else None
+
+
+def _keys_of_readers(name: str, config: ModelConfig) -> bool:
+    layer = _layer_of(name, config)
+    return layer is not None and config.kv_source(layer) != layer and name.endswith(OWN_KV)
 
 
 def rules_of(config: ModelConfig, *, has_tower: bool = False) -> list[Rule]:
@@ -67,6 +83,10 @@ def rules_of(config: ModelConfig, *, has_tower: bool = False) -> list[Rule]:
     if is_part(config.layout):
         images = "the vision tower does not use them" if has_tower else "images are not served"
         rules.append(Rule(images, lambda name: name.removeprefix("model.").startswith(IMAGES)))
+    if config.first_shared_kv_layer is not None:
+        rules.append(
+            Rule("the layer reads the keys and values of another", lambda name: _keys_of_readers(name, config))
+        )
     rules.append(Rule("multi-token prediction is not supported", lambda name: _drafts(name, config)))
     if not config.generates:
         base = config.layout.layers.partition(".")[0]

@@ -43,7 +43,9 @@ class KVMemory:
         if factors is not None:
             arrays = (r.floats(array).ctypes.data for array in (factors, 1 / factors))
             scaling = ctypes.addressof(r.kept(native.NativeKeyFactors(*arrays, None)))
-        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, num_heads, head_dim, type, at, scaling))
+        sizes = num_heads, head_dim, type
+        stride = self.bytes.nbytes // num_blocks
+        self._layer = r.kept(native.NativeLayerMemory(self.bytes.ctypes.data, *sizes, at, scaling, stride))
 
     @property
     def layer(self) -> Any:

@@ -59,8 +59,8 @@ def test_norms_of_any_kind(library: ctypes.CDLL, kind: str, width: int) -> None:
             r.program, rows, ActivationForm.PLAIN, r.floats(residual).ctypes.data, ctypes.byref(norm), width, 0
         )
         from_ = r.floats(result).ctypes.data
-        library.program_add_norm(r.program, total.ctypes.data, from_, ctypes.byref(norm), width, 0.25)
-        library.program_add_norm(r.program, in_place.ctypes.data, None, ctypes.byref(norm), width, 1.0)
+        library.program_add_norm(r.program, total.ctypes.data, from_, ctypes.byref(norm), width, 0.25, 1.0)
+        library.program_add_norm(r.program, in_place.ctypes.data, None, ctypes.byref(norm), width, 1.0, 1.0)
         r.tokens(5)
         assert r.run() == 0
         plain = r.read_plain(rows, 5, width)

@@ -11,6 +11,7 @@ from pipeline.runtime.model.kv_groups import (
     MAX_GROUPS,
     KVGroup,
     kv_layout,
+    layout_of_sizes,
     longest_sequence,
     most_blocks,
     undivided,
@@ -90,3 +91,31 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(
     length = longest_sequence(groups, num_blocks, chunk, BLOCK_SIZE, longest)
     assert length == 0 or most_blocks(groups, length, chunk, BLOCK_SIZE) <= num_blocks
     assert length == longest or most_blocks(groups, length + 1, chunk, BLOCK_SIZE) > num_blocks
+
+
+SMALL, LARGE = 256, 512
+"""Sizes of heads of Gemma 4 E2B, which has one KV head."""
+E2B = 3 * [*4 * [SMALL], LARGE]
+"""Of its layers with keys and values of their own."""
+
+
+@pytest.mark.parametrize("scale_bytes", [0, 64], ids=["bfloat16", "int8"])
+def test_two_small_layers_share_the_unit_of_a_large_one(scale_bytes: int) -> None:
+    windows = [512 if dim == SMALL else None for dim in E2B]
+    sizes = [32 * dim + scale_bytes for dim in E2B]
+    layout = layout_of_sizes(windows, sizes, 4096)
+    assert layout.unit_bytes == 2 * (32 * SMALL + scale_bytes), "in 8 bits a little more than a large layer"
+    assert layout.groups == (KVGroup(0, 3), KVGroup(512, 3), KVGroup(512, 3))
+    assert layout.layers_per_group == 3
+    assert layout.layer_locations[4::5] == ((0, 0), (0, 1), (0, 2))
+    assert layout.layer_locations[:4] == ((1, 0), (1, 0), (1, 1), (1, 1))
+    assert layout.begins[:5] == (0, sizes[0], 0, sizes[0], 0)
+    assert [layout.begin_of(i) for i in range(15)] == list(layout.begins)
+    kept = [(location, begin) for location, begin in zip(layout.layer_locations, layout.begins, strict=True)]
+    assert len(set(kept)) == 15, "no two layers have the same memory"
+
+
+def test_layers_of_all_sizes_are_in_one_group_if_they_keep_all_positions() -> None:
+    layout = layout_of_sizes([512, None, 512], [3, 4, 3], 512)
+    assert layout.groups == (KVGroup(0, 3),) and layout.unit_bytes == 4
+    assert layout_of_sizes([512, None, 512], [3, 4, 3], 4096, divides=False) == layout

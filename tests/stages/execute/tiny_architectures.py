@@ -40,6 +40,17 @@ GLM_EXPERTS = {
     "routed_scaling_factor": 2.5,
 }
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_layer_start_index": 1}
+GEMMA4 = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 21,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 GEMMA = {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 24}
 
 
@@ -58,6 +69,34 @@ VARIANTS: dict[str, Variant] = {
         "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 9}, GEMMA
     ),
     "gemma3": Variant("gemma3_text", KINDS, GEMMA),
+    "gemma4": Variant(
+        "gemma4_text",
+        {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32},
+        GEMMA4,
+    ),
+    "gemma4, dense": Variant(
+        "gemma4_text",
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 64,
+        },
+        GEMMA4,
+    ),
+    "gemma4, heads of 512": Variant(
+        "gemma4_text",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_attention_heads": 2,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 16,
+        },
+        GEMMA4,
+    ),
     "gemma3, linear rope": Variant(
         "gemma3_text",
         {
@@ -183,6 +222,9 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+EQUAL_LAYERS = {name: variant for name, variant in VARIANTS.items() if variant.kind != "gemma4_text"}
+"""Those that several ranks and GPUs compute, too."""
+
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -217,6 +259,8 @@ def make(variant: Variant, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.15)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.2)
     return model.eval()
 
 

@@ -146,3 +146,71 @@ def test_mpt_has_two_names_of_its_class(name: str) -> None:
     assert read({**config, "architectures": ["MptForSequenceClassification"]}).architecture == "mpt"
     with pytest.raises(ModelError, match=r"only MptForCausalLM is supported, and for labels MptForSeq"):
         read({**config, "architectures": ["MptForQuestionAnswering"]})
+
+
+GEMMA4 = {**SIZES, "model_type": "gemma4_text", "num_hidden_layers": 12, "vocab_size_per_layer_input": 608}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"global_head_dim": 32, "head_dim": 16, "sliding_window": 21},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"num_global_key_value_heads": 1},
+        {"num_kv_shared_layers": 5, "use_double_wide_mlp": True},
+        {"layer_types": [LOCAL, FULL] * 5 + [LOCAL] * 2, "num_kv_shared_layers": 2},
+        {"hidden_size_per_layer_input": 0},
+        {"final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"},
+    ],
+    ids=str,
+)
+def test_layers_of_gemma_4_have_the_sizes_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """As its first files say it, and as transformers writes it."""
+    config = {**GEMMA4, **changes}
+    reference = theirs(tmp_path, config)
+    saved = json.loads(json.dumps(reference.to_dict()))
+    for found in (read(config), read({**saved, "architectures": None, "num_hidden_layers": 12})):
+        assert kinds_of(found) == reference.layer_types
+        sources = [i for i, mode in enumerate(reference.kv_sharing_modes) if mode != "reuse"]
+        for i in range(12):
+            their = reference.per_layer_config[i]
+            assert found.heads_of(i) == (4, their.num_key_value_heads, their.head_dim)
+            assert (found.kv_source(i) == i) == (i in sources)
+            assert kinds_of(found)[found.kv_source(i)] == kinds_of(found)[i]
+            is_wide = reference.use_double_wide_mlp and i not in sources
+            assert found.inner_of(i) == 96 * (2 if is_wide else 1)
+            is_same = reference.attention_k_eq_v and kinds_of(found)[i] == FULL
+            assert found.values_are_keys(i) == is_same
+            rope = found.rope_of(i)
+            assert rope is not None and rope.theta == (1e6 if kinds_of(found)[i] == FULL else 1e4)
+        inputs = found.per_layer_inputs
+        assert (0 if inputs is None else inputs.size) == reference.hidden_size_per_layer_input
+        assert found.logit_softcap == reference.final_logit_softcapping
+        assert found.sliding_window == reference.sliding_window
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': bidirectional attention"),
+        ({"enable_moe_block": True}, "enable_moe_block is True: a mixture of experts beside a dense layer is not"),
+        ({"num_kv_shared_layers": 12}, "num_kv_shared_layers is 12; each of these layers must have one of its kind"),
+        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers is 8; each of these layers must have one of its kind"),
+        ({"global_head_dim": 33}, "global_head_dim is 33; it must be even"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_global_key_value_heads is 3; it must be a d",
+        ),
+        ({"vocab_size_per_layer_input": 600}, "vocab_size_per_layer_input is 600; it must be at least vocab_size"),
+        ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config is .*; it must be the same for all layers"),
+        ({"per_layer_config": {str(i): {"size": 8} for i in (5, 11)}}, "per_layer_config has 'size'; supported are"),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 2}, LOCAL: {}}},
+            "partial_rotary_factor 2.0; it must be a number above 0",
+        ),
+    ],
+)
+def test_what_gemma_4_may_not_have_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        read({**GEMMA4, **changes})

@@ -10,7 +10,6 @@ from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.model import model_folder
-from pipeline.runtime.model.kv_groups import undivided
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
 from pipeline.stages.execute.cpu.drafts.eagle import EagleHead, Target
@@ -19,7 +18,7 @@ from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.program import ProgramPlan
 from pipeline.stages.execute.drafts.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft, require_all_positions
 from pipeline.stages.execute.drafts.speculation import Proposer
-from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.kv import KVPlan, layout_of_all
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
@@ -42,7 +41,7 @@ class CpuDraftModel(DraftModel):
         panels = PanelLocation.of(folder, weights.files) if library and settings.execute.keep_packed_weights else None
         self._inputs = StepInputs(MAX_CATCH_UP + max_num_seqs, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
         self._sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size)
-        own = replace(kv, max_model_len=self._max_len, layout=undivided(config.num_layers))
+        own = replace(kv, max_model_len=self._max_len, layout=layout_of_all(settings.execute, config))
         plan = ProgramPlan(
             settings=settings,
             config=config,

@@ -132,10 +132,9 @@ def _blocks(
 ) -> "np.ndarray[tuple[int, int], np.dtype[np.int8]]":
     """Some blocks of a layer, [num_blocks, bytes]."""
     block = memory.heads * 2 * (memory.head_dim + 2) * BLOCK_SIZE
-    data = memory.data + first * block
-    array = np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_int8)), (num_blocks * block,))
-    blocks: np.ndarray[tuple[int, int], np.dtype[np.int8]] = array.reshape(num_blocks, block)
-    return blocks
+    data, num_bytes = memory.data + first * memory.stride, (num_blocks - 1) * memory.stride + block
+    array = np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_int8)), (num_bytes,))
+    return np.lib.stride_tricks.as_strided(array, (num_blocks, block), (memory.stride, 1))
 
 
 def _keys(blocks: "np.ndarray[tuple[int, int], np.dtype[np.int8]]", heads: int, head_dim: int) -> FloatArray:

@@ -44,7 +44,7 @@ class NativeLayers:
         self._first_layer = first_layer
         self.num = 0
         """Layers so far."""
-        width = max(config.num_heads * config.head_dim, *config.inner_sizes, recurrent_width(config))
+        width = max(config.query_size, *config.inner_sizes, recurrent_width(config))
         self.wide = gathered.floats(max_num_tokens, -(-width // PAIR) * PAIR)
         """The address of what is quantized before a matmul."""
         self.branch = gathered.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
@@ -94,9 +94,10 @@ class NativeLayers:
         what: str,
         *,
         is_written: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        """residual += post_norm(rows x matrix) * residual_multiplier. The rows come from what `written` returned, or
-        are in the form of the matrix already."""
+        """residual = (residual + post_norm(rows x matrix) * residual_multiplier) * scale. The rows come from what
+        `written` returned, or are in the form of the matrix already."""
         (matrix,) = linear.matrices
         library, hidden, factor = self._library, self._config.hidden_size, self._config.residual_multiplier
         form = self._memory.form(matrix)
@@ -108,26 +109,27 @@ class NativeLayers:
         packed = self._memory.pack(linear.matrices, rows_of(part), linear.bias)
         library.program_stride(self._program, hidden)
         if post_norm is None:
+            assert scale == 1
             residual = self._residual + 4 * part.start
             library.program_linear_add(self._program, residual, rows, packed, len(part), factor)
             self.barrier(what)
             return
         library.program_linear(self._program, self.branch + 4 * part.start, rows, packed, len(part))
         self.barrier(what)
-        self.add_branch(post_norm, f"{what} norm")
+        self.add_branch(post_norm, f"{what} norm", scale)
 
     def norm_residual(self, norm: Norm | None, what: str) -> None:
         """residual = norm(residual)"""
         if norm is not None:
             native_norm = self._norms.native_norm(norm)
             self._library.program_add_norm(
-                self._program, self._residual, None, native_norm, self._config.hidden_size, 1.0
+                self._program, self._residual, None, native_norm, self._config.hidden_size, 1.0, 1.0
             )
             self.barrier(what)
 
-    def add_branch(self, post_norm: Norm, what: str) -> None:
-        """residual += post_norm(branch) * residual_multiplier"""
+    def add_branch(self, post_norm: Norm, what: str, scale: float = 1.0) -> None:
+        """residual = (residual + post_norm(branch) * residual_multiplier) * scale"""
         norm = self._norms.native_norm(post_norm)
         factor, hidden = self._config.residual_multiplier, self._config.hidden_size
-        self._library.program_add_norm(self._program, self._residual, self.branch, norm, hidden, factor)
+        self._library.program_add_norm(self._program, self._residual, self.branch, norm, hidden, factor, scale)
         self.barrier(what)

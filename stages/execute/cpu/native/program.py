@@ -28,6 +28,7 @@ from pipeline.stages.execute.cpu.native.recurrent.delta import NativeDelta
 from pipeline.stages.execute.cpu.native.recurrent.short_conv import NativeShortConv
 from pipeline.stages.execute.cpu.native.recurrent.slots import NativeSlots
 from pipeline.stages.execute.cpu.native.supported import unsupported
+from pipeline.stages.execute.cpu.native.token_inputs import NativeTokenInputs
 from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.kv import SwapArray
@@ -41,7 +42,9 @@ from pipeline.stages.execute.program import (
     LogitArray,
     MlpWeights,
     Norm,
+    PerLayerWeights,
     RecurrentWeights,
+    TokenInputs,
 )
 from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.ranks.share import share_of
@@ -127,6 +130,14 @@ class NativeProgram(Program):
             library.program_positions(self._handle, self._residual, positions, config.position_offset, rows)
         self._layers.barrier("embed")
         self._layers.norm_residual(embedding.norm, "embed norm")
+
+    def token_inputs(self, weights: TokenInputs) -> None:
+        where = self._library, self._handle, self._memory, self._config, self._inputs.max_num_tokens
+        self._token_inputs = NativeTokenInputs(*where, self._norms, self._layers)
+        self._token_inputs.emit(weights)
+
+    def per_layer(self, weights: PerLayerWeights) -> None:
+        self._token_inputs.emit_layer(weights)
 
     def attention(self, weights: AttentionWeights) -> None:
         self._capture_residual()
@@ -358,8 +369,8 @@ class NativeProgram(Program):
     def _feed_forward(self, weights: MlpWeights, slot: int = 0) -> None:
         """Record the feed-forward layer after its norm, whose results are at `slot`."""
         config = self._config
-        inner, activation = config.intermediate_size, native.ACTIVATIONS[config.activation]
-        part = self._share.inner
+        inner, activation = weights.down.matrices[0].num_columns, native.ACTIVATIONS[config.activation]
+        part = self._share.inner if self._share.num_ranks > 1 else range(inner)
         rows, floats = self._layers.written(self._gated, inner, weights.down.matrices[0], part.start)
         if config.gated:
             one_format = have_one_format(weights.gate_up.matrices)
@@ -372,7 +383,9 @@ class NativeProgram(Program):
             self._layers.adapt(gate_up(config), weights.gate_up, config.hidden_size, slot)
             self._library.program_activate(self._handle, rows, floats, products, len(products), activation, len(part))
         self._layers.barrier("gate_up")
-        self._layers.add(self._gated, inner, weights.down, weights.post_norm, DOWN, "down")
+        self._layers.add(
+            self._gated, inner, weights.down, weights.post_norm, DOWN, "down", scale=weights.residual_scale
+        )
 
     def _step_arrays(self) -> native.NativeStepArrays:
         inputs = self._inputs

@@ -8,10 +8,11 @@ from pipeline.stages.execute.models.features import NATIVE, missing
 
 def unsupported(config: ModelConfig) -> str | None:
     """Why the library can't compute a model of this shape, or None."""
-    if config.head_dim > native.MAX_HEAD_DIM:
-        return f"head_dim is {config.head_dim}, above {native.MAX_HEAD_DIM}"
-    if config.head_dim % native.PANEL:
-        return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
+    for dim in dict.fromkeys(heads.dim for heads in config.all_heads):
+        if dim > native.MAX_HEAD_DIM:
+            return f"head_dim is {dim}, above {native.MAX_HEAD_DIM}"
+        if dim % native.PANEL:
+            return f"head_dim is {dim}, not a multiple of {native.PANEL}"
     experts = [] if config.experts is None else [config.experts.intermediate_size]
     if any(size % 2 for size in (config.hidden_size, *config.inner_sizes, *experts)):
         return "hidden_size and intermediate_size must be even"
@@ -21,6 +22,8 @@ def unsupported(config: ModelConfig) -> str | None:
         return f"heads of {delta.key_dim} x {delta.value_dim} are not multiples of 16 x {SLICE}"
     if config.short_conv is not None and config.hidden_size % 16:
         return f"hidden_size is {config.hidden_size}, not a multiple of 16"
+    if (inputs := config.per_layer_inputs) is not None and inputs.size % native.PANEL:
+        return f"the inputs of a layer are {inputs.size}, not a multiple of {native.PANEL}"
     if lacking := missing(config, NATIVE):
         return f"the CPU library lacks {lacking}"
     return None

@@ -11,25 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.kernels.attention.kv_layout import LayerKV, layers_of
-from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
 from pipeline.kernels.experts import ExpertActivation, ExpertMatrices
 from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.sampling.logprobs import write_logprobs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile, Target
-from pipeline.runtime.model.rope import Rope
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, gate_up
 from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
+from pipeline.stages.execute.cpu.pytorch.attention import TorchAttention
 from pipeline.stages.execute.cpu.pytorch.calls import Buffer, Extent, TorchCalls
 from pipeline.stages.execute.cpu.pytorch.lora import Matrices, TorchLora
 from pipeline.stages.execute.cpu.pytorch.recurrent import TorchRecurrent
+from pipeline.stages.execute.cpu.pytorch.token_inputs import TorchTokenInputs
 from pipeline.stages.execute.cpu.sampler import Sampler
-from pipeline.stages.execute.kv import SwapArray, kv_dtype
-from pipeline.stages.execute.layers.key_center import key_center
-from pipeline.stages.execute.layers.rope import rotations
+from pipeline.stages.execute.kv import SwapArray
 from pipeline.stages.execute.layers.route_options import route_options
 from pipeline.stages.execute.program import (
     AnyMatrix,
@@ -41,7 +38,9 @@ from pipeline.stages.execute.program import (
     LogitArray,
     MlpWeights,
     Norm,
+    PerLayerWeights,
     RecurrentWeights,
+    TokenInputs,
 )
 
 POLL_S = 50e-6
@@ -57,19 +56,11 @@ class TorchProgram(Program):
         self.name = ops.name
         self._config = config
         self._inputs = inputs
-        self._num_layers, self._max_model_len = 0, kv.max_model_len
+        self._num_layers = 0
         self._table: tuple[AnyMatrix, Tensor] | None = None
-        self._memory = ops.kv_allocate(
-            kv.layout.layers_per_group,
-            kv.num_blocks,
-            config.num_kv_heads,
-            config.head_dim,
-            getattr(torch, kv_dtype(execute)),
-            ops.device,
-        )
-        self.kv: list[LayerKV] = layers_of(self._memory, config.num_kv_heads, config.head_dim)
-        """By place in a block."""
-        self._layer_locations = kv.layout.layer_locations
+        self._calls = calls = TorchCalls(inputs, ops.dtype)
+        self._attention = TorchAttention(ops, calls, plan)
+        self._memory, self.kv = self._attention.memory, self._attention.kv
         self._lora = None if lora is None else TorchLora(lora, config, inputs)
         self._swapped = None if plan.swap is None else ops.kv_swap(torch.from_numpy(plan.swap), self._memory)
         self._sampler, self._scores = Sampler(ops, plan.sampling_inputs), plan.scores
@@ -78,19 +69,19 @@ class TorchProgram(Program):
         """What happens to logits after the last matmul."""
         self._word, self._expected, self._timeout_ms = 0, 0, 0
         self._fence = Fence()
-        self._calls = calls = TorchCalls(inputs, ops.dtype)
         self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
         self._captured: list[Buffer] = []
         self._given: Buffer | None = None
         self._x = calls.buffer(config.hidden_size)
         self._parallel_x = calls.buffer(config.hidden_size) if config.parallel else self._x
         self._branch = calls.buffer(config.hidden_size) if config.parallel else self._x
-        self._qkv = calls.buffer((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        self._attended = calls.buffer(config.num_heads * config.head_dim)
-        self._gate_up = calls.buffer((2 if config.gated else 1) * config.intermediate_size)
-        self._gated = calls.buffer(config.intermediate_size)
+        self._gate_ups = {
+            size: (calls.buffer((2 if config.gated else 1) * size), calls.buffer(size))
+            for size in {config.inner_of(layer) for layer in range(max(1, config.num_layers))}
+        }
+        """By intermediate size."""
+        self._token_inputs: TorchTokenInputs | None = None
         self._recurrent = TorchRecurrent(ops, calls, config, kv) if config.has_states else None
-        self._gate = calls.buffer(config.num_heads * config.head_dim) if config.attention_gate else self._attended
         if (experts := config.experts) is not None:
             self._routed = calls.buffer(config.hidden_size)
             self._router_logits = calls.buffer(experts.num + experts.shared_gate)
@@ -101,20 +92,10 @@ class TorchProgram(Program):
             self._shared_gated = calls.buffer(shared)
         self._last = calls.buffer(config.hidden_size, Extent.SAMPLES)
         self._logits = calls.buffer(config.vocab_size if config.generates else 1, Extent.SAMPLES, torch.float32)
-        self._rotations = rotations(config, kv.max_model_len)
-        self._angles: dict[Rope | None, tuple[Buffer, Buffer]] = {}
-        self._plans: dict[tuple[int | None, int | None, int], AttentionPlan] = {}
-        slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
-        self._score_form = ScoreOptions(config.query_scale, config.attention_softcap, slopes, config.sinks)
 
     def embed(self, embedding: Embedding | None) -> None:
         config, calls, ops = self._config, self._calls, self._ops
-        for rope, rotation in self._rotations.items():
-            cos, sin = (calls.buffer(config.head_dim, dtype=torch.float32) for _ in range(2))
-            frequencies = torch.from_numpy(rotation.frequencies)
-            magnitudes = None if rotation.magnitudes is None else torch.from_numpy(rotation.magnitudes)
-            calls.add(ops.rotary_angles, cos, sin, calls.positions, frequencies, magnitudes)
-            self._angles[rope] = cos, sin
+        self._attention.begin()
         if embedding is None:
             return
         table = embedding.table
@@ -128,6 +109,21 @@ class TorchProgram(Program):
             calls.add(ops.add, self._residual, self._x, 1.0)
         if embedding.norm is not None:
             self._norm(self._residual, self._residual, embedding.norm)
+
+    def token_inputs(self, weights: TokenInputs) -> None:
+        inputs = self._token_inputs = TorchTokenInputs(self._ops, self._calls, self._config, weights)
+        self._norm(self._x, self._residual, None)
+        self._multiply(inputs.projected, self._x, weights.project)
+        self._calls.add(inputs.fill, inputs.projected, self._calls.ids)
+
+    def per_layer(self, weights: PerLayerWeights) -> None:
+        inputs = self._token_inputs
+        assert inputs is not None
+        self._norm(self._x, self._residual, None)
+        self._multiply(inputs.gates, self._x, weights.gate)
+        self._calls.add(inputs.gate, inputs.gated, inputs.gates, inputs.projected, self._num_layers - 1)
+        self._multiply(self._x, inputs.gated, weights.out)
+        self._add(self._x, weights.post_norm, scale=weights.residual_scale)
 
     def attention(self, weights: AttentionWeights) -> None:
         self._capture_residual()
@@ -161,7 +157,7 @@ class TorchProgram(Program):
     def mlp(self, weights: MlpWeights) -> None:
         self._norm(self._x, self._residual, weights.norm)
         self._feed_forward(self._x, self._x, weights)
-        self._add(self._x, weights.post_norm, weights.residual_norm)
+        self._add(self._x, weights.post_norm, weights.residual_norm, weights.residual_scale)
 
     def experts(self, weights: ExpertsWeights) -> None:
         config, calls, ops, x = self._config, self._calls, self._ops, self._x
@@ -236,36 +232,19 @@ class TorchProgram(Program):
             calls.add(ops.rms_norm, out, x, as_tensor(norm.weight), eps)
 
     def _attend(self, out: Buffer, x: Buffer, weights: AttentionWeights) -> None:
-        config, calls, ops = self._config, self._calls, self._ops
-        group, index = self._layer_locations[self._num_layers]
-        kv = self.kv[index]
+        layer = self._attention.layer(weights, self._num_layers)
         self._num_layers += 1
-        if (center := key_center(config, weights, self._max_model_len)) is not None:
-            kv = kv._replace(center=torch.from_numpy(center))
-        self._project(self._qkv, x, weights.qkv, QKV)
+        self._project(layer.qkv, x, weights.qkv, QKV)
         if weights.gate is not None:
-            self._multiply(self._gate, x, weights.gate)
-        if (norms := weights.head_norms) is not None:
-            vectors = as_tensor(norms.query), as_tensor(norms.key)
-            if config.qk_norm_kind == "head" and config.norm == "rms":
-                calls.add(ops.head_norm, self._qkv, *vectors, kv, config.rms_norm_eps)
-            else:
-                how = config.norm, config.qk_norm_kind
-                calls.add(ops.qk_norm, self._qkv, *vectors, kv, config.rms_norm_eps, *how)
-        calls.add(ops.rotary_write, self._qkv, *self._angles[weights.rope], calls.slots[group], kv)
-        if config.query_growth:
-            growth = config.query_growth, config.query_growth_period
-            calls.add(ops.scale_queries, self._qkv, calls.positions, kv, *growth)
-        sinks, biases = (None if one is None else as_tensor(one) for one in (weights.sinks, weights.biases))
-        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights, group), sinks, biases)
-        if weights.gate is not None:
-            calls.add(ops.gate, self._attended, self._gate)
-        self._project(out, self._attended, weights.out, OUT)
+            self._multiply(self._attention.gate, x, weights.gate)
+        self._attention.record(weights, layer)
+        self._project(out, layer.attended, weights.out, OUT)
 
     def _feed_forward(self, out: Buffer, x: Buffer, weights: MlpWeights) -> None:
-        self._project(self._gate_up, x, weights.gate_up, gate_up(self._config))
-        self._activate(self._gated, self._gate_up)
-        self._project(out, self._gated, weights.down, DOWN)
+        stacked, gated = self._gate_ups[weights.down.matrices[0].num_columns]
+        self._project(stacked, x, weights.gate_up, gate_up(self._config))
+        self._activate(gated, stacked)
+        self._project(out, gated, weights.down, DOWN)
 
     def _project(self, out: Buffer, x: Buffer, linear: Linear, targets: tuple[Target, ...]) -> None:
         """A matmul of the layer that attention was recorded for last, which adapters may change."""
@@ -295,13 +274,15 @@ class TorchProgram(Program):
             None if down_bias is None else down_bias.view(num, -1),
         )
 
-    def _add(self, x: Buffer, post_norm: Norm | None, residual_norm: Norm | None = None) -> None:
-        """residual = residual_norm(residual + post_norm(x) * residual_multiplier)"""
+    def _add(self, x: Buffer, post_norm: Norm | None, residual_norm: Norm | None = None, scale: float = 1.0) -> None:
+        """residual = residual_norm(residual + post_norm(x) * residual_multiplier) * scale"""
         if post_norm is not None:
             self._norm(x, x, post_norm)
         self._calls.add(self._ops.add, self._residual, x, self._config.residual_multiplier)
         if residual_norm is not None:
             self._norm(self._residual, self._residual, residual_norm)
+        if scale != 1:
+            self._calls.add(self._ops.scale, self._residual, scale)
 
     def run(self) -> IntArray:
         with torch.inference_mode():
@@ -376,13 +357,6 @@ class TorchProgram(Program):
 
     def close(self) -> None:
         pass
-
-    def _plan(self, weights: AttentionWeights, group: int) -> AttentionPlan:
-        """The attention plan of all layers with the same window in a KV group, prepared before the first of them."""
-        if (key := (weights.window, weights.window_after, group)) not in self._plans:
-            self._plans[key] = self._ops.attention_plan(weights.window, self._score_form, group, weights.window_after)
-            self._calls.add(self._plans[key].prepare, self._inputs)
-        return self._plans[key]
 
     def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
         bias = None if linear.bias is None else as_tensor(linear.bias).to(self._ops.dtype)

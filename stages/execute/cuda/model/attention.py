@@ -19,9 +19,8 @@ from pipeline.kernels.triton.attention.tasks import AttentionTasks, Scratch
 from pipeline.kernels.triton.rotary import HeadNorms, rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.runtime.model.rope import Rope
 from pipeline.stages.execute.layers.key_center import key_center
-from pipeline.stages.execute.layers.rope import rope_table, rotations
+from pipeline.stages.execute.layers.rope import RopeKey, rope_table, rotations
 from pipeline.stages.execute.program import AnyVector, AttentionWeights
 
 
@@ -64,21 +63,21 @@ class DeviceAttention:
         self._normed = torch.zeros(max_num_tokens, width, dtype=torch.float32, device=where)
         self._tasks: dict[int | None, AttentionTasks] = {}
         self._scratch: Scratch | None = None
-        self._angles: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+        self._angles: dict[RopeKey, tuple[Tensor, Tensor]] = {}
         self._max_model_len = 0
 
     def use(self, max_model_len: int) -> None:
         """Set the longest sequence, before any `layer`."""
         self._max_model_len = max_model_len
-        for rope, rotation in rotations(self._config, max_model_len).items():
+        for key, rotation in rotations(self._config, max_model_len).items():
             cos, sin = rope_table(rotation.frequencies, max_model_len, rotation.magnitudes)
-            self._angles[rope] = torch.from_numpy(cos).to(self._where), torch.from_numpy(sin).to(self._where)
+            self._angles[key] = torch.from_numpy(cos).to(self._where), torch.from_numpy(sin).to(self._where)
 
     def layer(self, weights: AttentionWeights, keys: Tensor, values: Tensor, group: int) -> AttentionLayer:
         """The next layer, whose keys and values are in `keys` and `values` (kv_cache.py)."""
         is_quantized = kv_cache.is_quantized(keys)
         center = key_center(self._config, weights, self._max_model_len) if is_quantized else None
-        cos, sin = self._angles[weights.rope]
+        cos, sin = self._angles[weights.rope, weights.heads.dim]
         head_norms, qk_norm_weights = self._norms(weights)
         return AttentionLayer(
             keys=keys,
@@ -141,6 +140,7 @@ class DeviceAttention:
         if weights.head_norms is None:
             return None, None
         config, eps = self._config, float(self._config.rms_norm_eps)
+        assert weights.head_norms.key is not None, "each layer has keys of its own here"
         query, key = self._vector(weights.head_norms.query), self._vector(weights.head_norms.key)
         if not self._has_qk_norm:
             return (query, key, eps), None

@@ -136,12 +136,13 @@ class ShardBuilder(ProgramBuilder):
             range(heads.start * head_dim, heads.stop * head_dim) for heads in (share.heads, share.kv_heads)
         )
         norms = weights.head_norms
-        if norms is not None and self._config.qk_norm_kind != "head":
+        if norms is not None and norms.key is not None and self._config.qk_norm_kind != "head":
             norms = HeadNorms(norms.query[queries.start : queries.stop], norms.key[keys.start : keys.stop])
         return AttentionWeights(
             norm=weights.norm,
             qkv=self._outputs(weights.qkv, [queries, keys, keys]),
             out=self._inputs(weights.out, queries, self._group(weights.out.matrices[0])),
+            heads=weights.heads,
             head_norms=norms,
             window=weights.window,
             rope=weights.rope,

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig, Piece
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.special_layers import DeltaNet
 from pipeline.stages.prepare.families.architecture import HfArchitecture, renamed
 from pipeline.stages.prepare.families.experts import NUM_EXPERTS, experts_of, sparse_layers

@@ -71,7 +71,9 @@ class Attention:
         self.given = queries
         self.out = r.wide_rows(NUM_TOKENS, self.width * 4)
         kv_type = KVType.BF16 if memory.dtype == np.uint16 else KVType.INT8
-        layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim, kv_type))
+        layer = r.kept(
+            native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim, kv_type, stride=memory.nbytes // len(memory))
+        )
         plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window, -1)
         r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan, None)
 

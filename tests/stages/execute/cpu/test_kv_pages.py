@@ -88,10 +88,10 @@ def test_an_executor_touches_its_kv_cache_unless_it_wakes(tmp_path: Path, wakes:
     kept = KeptLibrary(wakes=wakes)
     runner = CpuRunner(settings(dtype="bfloat16", kernels="auto", kv_mib=64), tmp_path, kept=kept)
     attention = runner.program._attention  # type: ignore[attr-defined]
-    layer_bytes = attention._num_blocks * attention._layer_bytes
+    layer_bytes = attention._num_blocks * attention._unit_bytes
     assert layer_bytes > 4 * FIRST_BYTES
     assert attention.pages.wait(WAIT_S)
-    for layer in attention._kv:
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * layer_bytes).from_address(layer.data))
+    for address in attention._units:
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * layer_bytes).from_address(address))
         assert (resident(memory) == 0) if wakes else (resident(memory) >= layer_bytes)
     runner.close()

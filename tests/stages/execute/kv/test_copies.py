@@ -74,7 +74,7 @@ class Memory:
         program = runner.program
         if isinstance(program, NativeProgram):
             shape = runner.facts.num_blocks, program._blocks.layer_bytes
-            at = [ctypes.cast(layer.data, ctypes.POINTER(ctypes.c_uint8)) for layer in program._attention._kv]
+            at = [ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)) for address in program._attention._units]
             self._layers = [np.ctypeslib.as_array(one, shape) for one in at]
             swap = program._swap
         else:

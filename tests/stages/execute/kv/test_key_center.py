@@ -19,7 +19,13 @@ NOTHING = Linear((), None)
 
 def weights_of(config: ModelConfig, bias: np.ndarray | None, norms: HeadNorms | None = None) -> AttentionWeights:
     return AttentionWeights(
-        norm=None, qkv=Linear((), bias), out=NOTHING, head_norms=norms, window=None, rope=config.rope_of(0)
+        norm=None,
+        qkv=Linear((), bias),
+        out=NOTHING,
+        heads=config.heads_of(0),
+        head_norms=norms,
+        window=None,
+        rope=config.rope_of(0),
     )
 
 

@@ -17,7 +17,7 @@ from tests.stages.execute import tiny_architectures
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 from tests.stages.execute.driver import row_add
-from tests.stages.execute.tiny_architectures import VARIANTS
+from tests.stages.execute.tiny_architectures import EQUAL_LAYERS, VARIANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
@@ -37,7 +37,7 @@ FEW = (
     "glm4_moe, groups",  # experts in groups, a selection bias, sigmoid scores
     "gpt_oss",  # sinks, biases of experts, clamped SwiGLU, windows in some layers
 )
-NAMES = tuple(VARIANTS) if os.environ.get("PIPELINE_ALL_GPU_ARCHITECTURES") else FEW
+NAMES = tuple(EQUAL_LAYERS) if os.environ.get("PIPELINE_ALL_GPU_ARCHITECTURES") else FEW
 LENGTH = 27
 """Longer than every window of the variants."""
 

@@ -1,0 +1,141 @@
+"""Gemma 4 (text)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.runtime.model.architecture_names import Architecture
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
+from pipeline.runtime.model.special_layers import OtherHeads, PerLayerInputs
+from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, renamed
+from pipeline.stages.prepare.families.keys import ConfigFault, Keys
+from pipeline.stages.prepare.files import shown
+
+WINDOW, PATTERN = 512, 6
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> Window:
+    """The layers in `layer_types` have the window; by default all but each sixth. The last layer never has one, as in
+    transformers."""
+    keys = Keys(config, {}, {})
+    kinds = keys.layer_kinds(num_layers)
+    if kinds is None:
+        kinds = ["sliding_attention" if (i + 1) % PATTERN else "full_attention" for i in range(num_layers)]
+    layers = [i for i in range(num_layers - 1) if kinds[i] == "sliding_attention"]
+    return (keys.count("sliding_window", WINDOW), layers) if layers else (None, None)
+
+
+def _other_heads(keys: Keys, model: ModelConfig) -> OtherHeads | None:
+    """The heads of layers without a window, in the keys of the first files, or in those that transformers writes: for
+    each layer what differs from the others."""
+    layers = [i for i in range(model.num_layers) if model.window_of(i) is None]
+    same = keys.flag("attention_k_eq_v")
+    head_dim = keys.count("global_head_dim", 512)
+    num_kv_heads = keys.count("num_global_key_value_heads", model.num_kv_heads) if same else model.num_kv_heads
+    if (by_layer := keys.get("per_layer_config", dict)) is not None:
+        head_dim, num_kv_heads = _overrides(by_layer, layers, model)
+    if model.num_heads % num_kv_heads:
+        raise ConfigFault(
+            f"num_global_key_value_heads is {num_kv_heads}; it must be a divisor of num_attention_heads = "
+            f"{model.num_heads}"
+        )
+    if head_dim % 2:
+        raise ConfigFault(f"global_head_dim is {head_dim}; it must be even: rotary embeddings rotate pairs")
+    if not same and (head_dim, num_kv_heads) == (model.head_dim, model.num_kv_heads):
+        return None
+    return OtherHeads(layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim, values_are_keys=same)
+
+
+def _overrides(by_layer: Mapping[str, Any], layers: list[int], model: ModelConfig) -> tuple[int, int]:
+    """The size and the number of KV heads in `per_layer_config`, which must be those of all layers without a window."""
+    plain = {"head_dim": model.head_dim, "num_key_value_heads": model.num_kv_heads}
+    # transformers pads the numbers with zeros.
+    numbered = {int(key): value for key, value in by_layer.items() if key.isdecimal()}
+    found = [numbered.get(i) or {} for i in layers]
+    is_complete = len(numbered) == len(by_layer) and not numbered.keys() - set(layers)
+    if not is_complete or any(not isinstance(one, dict) or one != found[0] for one in found):
+        raise ConfigFault(
+            f"per_layer_config is {shown(by_layer)}; it must be the same for all layers without a window, and absent "
+            "for the others"
+        )
+    if unknown := found[0].keys() - plain.keys():
+        raise ConfigFault(f"per_layer_config has {shown(min(unknown))}; supported are {' and '.join(plain)}")
+    sizes = Keys({**plain, **found[0]}, {}, {})
+    return sizes.count("head_dim"), sizes.count("num_key_value_heads")
+
+
+def _fields(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    keys.refuse_unless("use_bidirectional_attention", "vision", what="bidirectional attention")
+    keys.refuse_unless("enable_moe_block", False, what="a mixture of experts beside a dense layer")
+    num_shared = keys.count("num_kv_shared_layers", 0, least=0)
+    first = model.num_layers - num_shared
+    kinds = [model.window_of(i) is None for i in range(model.num_layers)]
+    if num_shared and (first < 1 or set(kinds[first:]) - set(kinds[:first])):
+        raise ConfigFault(
+            f"num_kv_shared_layers is {num_shared}; each of these layers must have one of its kind before all of them"
+        )
+    size = keys.count("hidden_size_per_layer_input", 256, least=0)
+    inputs = PerLayerInputs(size=size, vocab_size=keys.count("vocab_size_per_layer_input", 262144)) if size else None
+    if inputs is not None and inputs.vocab_size < model.vocab_size:
+        raise ConfigFault(
+            f"vocab_size_per_layer_input is {inputs.vocab_size}; it must be at least vocab_size = {model.vocab_size}"
+        )
+    inner = model.intermediate_size
+    is_wide = bool(num_shared) and keys.flag("use_double_wide_mlp")
+    return {
+        "embedding_scale": model.hidden_size**0.5,
+        "query_scale": 1.0,
+        "logit_softcap": keys.optional_number("final_logit_softcapping"),
+        "other_heads": _other_heads(keys, model),
+        "first_shared_kv_layer": first if num_shared else None,
+        "intermediate_sizes": [inner] * first + [2 * inner] * num_shared if is_wide else None,
+        "per_layer_inputs": inputs,
+    }
+
+
+def _layout(model: ModelConfig) -> Layout:
+    outside = {
+        "model.per_layer_embeddings": Piece("model.embed_tokens_per_layer"),
+        "model.per_layer_projection": Piece("model.per_layer_model_projection"),
+        "model.per_layer_norm": Piece("model.per_layer_projection_norm"),
+    }
+    return Layout(
+        pieces=renamed(
+            self_attn_post_norm="post_attention_layernorm",
+            post_attention_layernorm="pre_feedforward_layernorm",
+            mlp_post_norm="post_feedforward_layernorm",
+            per_layer__gate_proj="per_layer_input_gate",
+            per_layer__out_proj="per_layer_projection",
+            per_layer__post_norm="post_per_layer_input_norm",
+        )
+        | {"layer_scale": Piece("layer_scalar", bare=True)}
+        | (outside if model.per_layer_inputs is not None else {})
+    )
+
+
+ARCHITECTURES: dict[Architecture, HfArchitecture] = {
+    "gemma4_text": HfArchitecture(
+        class_name="Gemma4ForCausalLM",
+        other_class_names=("Gemma4TextModel",),
+        models="Gemma 4",
+        keys={"hidden_act": "hidden_activation"},
+        defaults={
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262144,
+            "max_position_embeddings": 131072,
+            "rope_by_layer": True,
+            "rope_parameters": ROPES,
+        },
+        always={"mlp_bias": False, "post_norms": True, "qk_norm": True, "value_norm": True, "layer_scales": True},
+        windows=_windows,
+        fields=_fields,
+        layout=_layout,
+    ),
+}
