@@ -129,6 +129,8 @@ class GgufArchitecture:
     """Whether `read` handles the sliding window."""
     reads_experts: bool = False
     """Whether `read` handles a mixture of experts."""
+    reads_sizes: bool = False
+    """Whether `read` handles heads and feed-forward layers of different sizes."""
     skips_attention: bool = False
     """Whether layers with 0 KV heads have something in place of attention. Else a file must not have such layers."""
     has_drafts: bool = False

@@ -11,7 +11,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.rope import Rope
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
-from pipeline.stages.prepare.gguf import encoders
+from pipeline.stages.prepare.gguf import encoders, gemma4
 from pipeline.stages.prepare.gguf.architecture import LAYER_EPS, GgufArchitecture, GgufKeys, experts_of
 from pipeline.stages.prepare.gguf.recurrent import delta_net, short_conv
 from pipeline.stages.prepare.gguf.ropes import LINEAR, YARN, read_scaling
@@ -338,6 +338,7 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     **delta_net.ARCHITECTURES,
     **short_conv.ARCHITECTURES,
+    **gemma4.ARCHITECTURES,
     **encoders.ARCHITECTURES,
     "gemma-embedding": GgufArchitecture(
         models="EmbeddingGemma",

@@ -58,9 +58,18 @@ class Metadata:
             raise ModelError(f"{self.path}: the key {key} is missing")
         return value
 
-    def of_all_layers(self, key: str, num_layers: int, default: int | None = None, *, skips_zeros: bool = False) -> int:
+    def of_all_layers(
+        self,
+        key: str,
+        num_layers: int,
+        default: int | None = None,
+        *,
+        skips_zeros: bool = False,
+        may_differ: bool = False,
+    ) -> int:
         """An integer that a file may have once for each layer, as in llama.cpp (`get_key_or_arr`). Raises ModelError
-        if layers differ, with `skips_zeros` if those differ that are not 0, or if it is absent and has no default."""
+        if layers differ, with `skips_zeros` if those differ that are not 0, or if it is absent and has no default. If
+        layers `may_differ`, that of the first one."""
         value = self.get(key, (int, list), default)
         if not isinstance(value, list):
             return int(self.need(key, int) if value is None else value)
@@ -69,7 +78,7 @@ class Metadata:
         if len(numbers) != num_layers or any(isinstance(number, bool) for number in numbers):
             raise ModelError(f"{self.path}: {key} is {shown(value)}; it must be an integer, or one for each layer")
         numbers = [number for number in numbers if number or not skips_zeros] or numbers
-        if len(set(numbers)) > 1:
+        if len(set(numbers)) > 1 and not may_differ:
             raise ModelError(f"{self.path}: {key} is {shown(value)}: layers of different sizes are not supported")
         return int(numbers[0])
 

@@ -27,7 +27,7 @@ from pipeline.stages.prepare.encoders import pair_templates
 from pipeline.stages.prepare.encoders.pooler import with_pooler
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
-from pipeline.stages.prepare.gguf import encoders
+from pipeline.stages.prepare.gguf import encoders, gemma4
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
@@ -109,8 +109,10 @@ def convert(
     architecture = _architecture(metadata)[1]
     interleaved_rope = architecture.interleaved_rope
     notes = split_drafts(tensors, config.num_layers) if architecture.has_drafts else []
+    notes += gemma4.drop_unused(tensors, config)
     if rope_frequencies is not None:
-        config = with_rope_scaling(config, rope_frequencies, path)
+        with_scaling = gemma4.with_proportional_rope if architecture.reads_sizes else with_rope_scaling
+        config = with_scaling(config, rope_frequencies, path)
     if any(factors is not None for factors in long_factors):
         config = _with_longrope(config, metadata, *long_factors)
     refuse_changes(metadata, _architecture(metadata)[0], config)
@@ -230,10 +232,14 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         architecture="mistral" if name == "llama" and sliding_window else (architecture.model_type or name),
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=metadata.of_all_layers(keys["intermediate_size"], num_layers, inner),
+        intermediate_size=metadata.of_all_layers(
+            keys["intermediate_size"], num_layers, inner, may_differ=architecture.reads_sizes
+        ),
         num_heads=heads,
         num_kv_heads=metadata.of_all_layers(
-            keys["num_kv_heads"], num_layers, heads, skips_zeros=architecture.skips_attention
+            *(keys["num_kv_heads"], num_layers, heads),
+            skips_zeros=architecture.skips_attention,
+            may_differ=architecture.reads_sizes,
         ),
         head_dim=head_dim,
         vocab_size=vocab_size,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from pipeline.runtime.model.model_config import ModelConfig, Piece
+from pipeline.stages.prepare.gguf import gemma4
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture
 from pipeline.stages.prepare.gguf.recurrent import delta_net, short_conv
 
@@ -14,6 +15,7 @@ NAMES = {
     "position_embd": "model.embed_positions",
     "token_embd_norm": "model.embed_norm",
     "token_types": "model.embed_token_types",
+    **gemma4.NAMES,
 }
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -42,6 +44,7 @@ LAYER_NAMES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **delta_net.LAYER_NAMES,
     **short_conv.LAYER_NAMES,
+    **gemma4.LAYER_NAMES,
 }
 WHOLE_NAMES = {
     "self_attn.sinks": "attn_sinks.weight",

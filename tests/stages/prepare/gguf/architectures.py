@@ -14,6 +14,7 @@ from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.tiny_architectures import VARIANTS
 from tests.stages.prepare import checkpoints
+from tests.stages.prepare.gguf import gemma4_keys
 
 Array = np.ndarray[Any, Any]
 Kind = gguf.GGMLQuantizationType
@@ -65,6 +66,8 @@ def experts_apart(name: str, data: Array, config: Any) -> dict[str, Array]:
     if name.endswith("e_score_correction_bias"):
         return {name.replace("_bias", ".bias").replace("gate.moe", "moe"): data.reshape(-1)}
     stem, _, last = name.rpartition(".")
+    if last == "layer_scalar":
+        return {f"{name}.weight": data}
     if not stem.endswith("mlp.experts"):
         return {name: data}
     part, kind = last.removesuffix("_bias"), "bias" if last.endswith("_bias") else "weight"
@@ -112,6 +115,8 @@ CASES = {
         {"attention.sliding_window": 21, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
         norms_plus_one,
     ),
+    "gemma4": Case("gemma4", A.GEMMA4, gemma4_keys.SHARED_KV),
+    "gemma4, dense": Case("gemma4, dense", A.GEMMA4, gemma4_keys.DENSE),
     "gemma3": Case("gemma3", A.GEMMA3, {"attention.sliding_window": 21}, norms_plus_one),
     "gemma3, linear rope": Case(
         "gemma3, linear rope",
@@ -265,6 +270,14 @@ def by_expert(name: str, data: Array) -> dict[str, Array]:
     return {name.replace("_exps", f".{number}"): matrix for number, matrix in enumerate(data)}
 
 
+def rope_factors(case: Case, rope: Mapping[str, Any]) -> dict[str, Array]:
+    """The tensors of a rotary embedding, by their names."""
+    if case.arch == A.GEMMA4:
+        return {"rope_freqs.weight": gemma4_keys.divisors(case.metadata, rope["partial_rotary_factor"])}
+    kinds = ("long", "short") if "longrope" in case.variant else ()
+    return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in kinds}
+
+
 def save(
     path: Path,
     model: Any,
@@ -276,6 +289,7 @@ def save(
     """Write a file. `blocks` are quantized tensors and their types, by their names in the file. `has_expert_tensors`:
     each expert has its own."""
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4: that of layers with a window
     name = gguf.MODEL_ARCH_NAMES[case.arch]
 
     def size(*names: str) -> int:
@@ -347,9 +361,8 @@ def save(
         parts = by_expert(found, made) if has_expert_tensors else {found: made}
         for part_name, part in parts.items():
             writer.add_tensor(part_name, part)
-    if "longrope" in case.variant:
-        for kind in ("long", "short"):
-            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    for factors_name, factors in rope_factors(case, rope).items():
+        writer.add_tensor(factors_name, factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

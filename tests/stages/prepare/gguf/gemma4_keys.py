@@ -1,0 +1,44 @@
+"""The keys of Gemma 4's tiny .gguf files (tiny_architectures.py), as llama.cpp's converter writes them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+COMMON = {
+    "attention.sliding_window": 21,
+    "attention.sliding_window_pattern": [True, True, False, True, True, False],
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base_swa": 10000.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def of_full_layers(dim: int) -> dict[str, Any]:
+    """The keys for layers without a window, whose heads have this size."""
+    return {"attention.key_length": dim, "attention.value_length": dim, "rope.dimension_count": dim}
+
+
+SHARED_KV = {
+    **COMMON,
+    **of_full_layers(32),
+    "attention.shared_kv_layers": 3,
+    "embedding_length_per_layer_input": 32,
+    "feed_forward_length": 3 * [96] + 3 * [192],
+}
+DENSE = {
+    **COMMON,
+    **of_full_layers(64),
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+    "attention.head_count_kv": [4, 4, 2, 4, 4, 2],
+}
+
+
+def divisors(metadata: Mapping[str, Any], part: float) -> np.ndarray:
+    """The divisors of frequencies, of which this part rotates."""
+    num = metadata["attention.key_length"] // 2
+    turned = int(num * part)
+    return np.array(turned * [1.0] + (num - turned) * [1e30], np.float32)
