@@ -15,6 +15,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def gelu_quick(x: Tensor) -> Tensor:
+    """The approximation of GELU by a sigmoid, in the same paper."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def relu2(x: Tensor) -> Tensor:
     """The square of ReLU (So et al., 2021, arXiv:2109.08668)."""
     return functional.relu(x).square()
@@ -30,6 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
+    "gelu_quick": gelu_quick,
     "relu": functional.relu,
     "relu2": relu2,
 }
@@ -62,6 +68,8 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
             return x * 0.5 * torch.erfc(-x / math.sqrt(2))
         case "gelu_tanh":
             return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        case "gelu_quick":
+            return x / (1 + torch.exp(-1.702 * x))
         case "relu":
             return torch.where(x > 0, x, 0.0)
         case _:

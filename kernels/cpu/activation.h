@@ -1,9 +1,9 @@
-// Activations of feed-forward layers, in float32: SiLU, GELU (exact to 2e-7 and by tanh), ReLU and its square.
+// Activations of feed-forward layers, in float32: SiLU, GELU (exact to 2e-7, by tanh and by a sigmoid), ReLU and its square.
 #pragma once
 
 #include "vec.h"
 
-enum class Activation : int { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, SWIGLU_OAI = 5 };
+enum class Activation : int { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, SWIGLU_OAI = 5, GELU_QUICK = 6 };
 
 // Of SWIGLU_OAI, gate * sigmoid(alpha * gate) * (up + 1), where gate is at most `limit` and up from -limit to limit.
 struct SwigluForm {
@@ -63,6 +63,7 @@ INLINE Vector activate(Vector x) {
     if constexpr (KIND == Activation::GELU) return gelu(x);
     // 0.5 (1 + tanh(u)) is sigmoid(2u).
     if constexpr (KIND == Activation::GELU_TANH) return times_sigmoid(x, 1.59576912f * x * (1.0f + 0.044715f * x * x));
+    if constexpr (KIND == Activation::GELU_QUICK) return times_sigmoid(x, 1.702f * x);
     const Vector positive = x <= 0.0f ? Vector{} : x;  // in this form NaN stays
     return KIND == Activation::RELU ? positive : positive * positive;
 }

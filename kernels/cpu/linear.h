@@ -320,6 +320,7 @@ class Activate final : public Gemm {
             case Activation::SILU: return finish_as<Activation::SILU>(part);
             case Activation::GELU: return finish_as<Activation::GELU>(part);
             case Activation::GELU_TANH: return finish_as<Activation::GELU_TANH>(part);
+            case Activation::GELU_QUICK: return finish_as<Activation::GELU_QUICK>(part);
             case Activation::RELU: return finish_as<Activation::RELU>(part);
             case Activation::RELU2: return finish_as<Activation::RELU2>(part);
             case Activation::SWIGLU_OAI: return;  // has a gate
@@ -378,6 +379,7 @@ class Swiglu final : public Gemm {
             case Activation::SILU: return finish_as<Activation::SILU>(part);
             case Activation::GELU: return finish_as<Activation::GELU>(part);
             case Activation::GELU_TANH: return finish_as<Activation::GELU_TANH>(part);
+            case Activation::GELU_QUICK: return finish_as<Activation::GELU_QUICK>(part);
             case Activation::RELU: return finish_as<Activation::RELU>(part);
             case Activation::RELU2: return finish_as<Activation::RELU2>(part);
             case Activation::SWIGLU_OAI: return finish_as<Activation::SWIGLU_OAI>(part);

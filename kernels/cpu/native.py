@@ -293,7 +293,7 @@ class NativeFileTable(Structure):
 
 NORM_KINDS = {"rms": 0, "layer": 1, "none": 2}
 """`NormKind` in norm.h."""
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5, "gelu_quick": 6}
 """`Activation` in activation.h."""
 
 

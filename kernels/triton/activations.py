@@ -66,6 +66,9 @@ def activation(x, KIND: tl.constexpr):
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         power = tl.exp(-2.0 * tl.abs(u))
         result = x * tl.where(u >= 0, 1.0, power) / (1.0 + power)
+    elif KIND == "gelu_quick":
+        power = tl.exp(-1.702 * tl.abs(x))
+        result = x * tl.where(x >= 0, 1.0, power) / (1.0 + power)
     elif KIND == "relu":
         result = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:

@@ -50,14 +50,24 @@ class Projector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The last one has as many outputs as the language model's hidden states."""
 
 
+class Anyres(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the rows of the tiles of an image become its rows: those of the first tile, which shows all; then those of
+    the others together, line by line, without their padding, and with a learned row behind each line
+    (LLaVA-OneVision)."""
+
+    max_tiles: int
+    """If the rows without those behind lines are more than 1.1 ** 2 times those of this many tiles, they are
+    interpolated to about that number."""
+
+
 class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The configuration of a vision tower."""
 
     format: Literal[1] = 1
     encoder: ModelConfig
     """The layers. Its layout has the names of the tower's other tensors too: `vision.patches`, `vision.positions`,
-    `vision.class`, `vision.projector.norm`, and `vision.projector.0` and so on. Its weight files are those that have
-    tensors of the tower; `max_position` is the number of positions in the table."""
+    `vision.class`, `vision.newline`, `vision.projector.norm`, and `vision.projector.0` and so on. Its weight files are
+    those that have tensors of the tower; `max_position` is the number of positions in the table."""
     final_norm: bool = True
     """Whether the hidden states are normalized after the last layer."""
     image_size: int
@@ -73,6 +83,8 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     "buckets": the sides of images are cut into as many equal parts as the table has; images may be smaller."""
     pixels: Pixels
     projector: Projector
+    anyres: Anyres | None = None
+    """None: the rows are those of the tiles, one after the other."""
 
     @property
     def side(self) -> int:

@@ -22,8 +22,8 @@ from pipeline.stages.execute.cpu.native.tower import NativeTower
 from pipeline.stages.execute.cpu.precision import with_activations
 from pipeline.stages.execute.cpu.program import ProgramPlan
 from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.vision.hidden_states import normalized, position_rows, rows_of
-from pipeline.stages.execute.vision.tower import build, computed_config, projector_norm
+from pipeline.stages.execute.vision.hidden_states import normalized, packed, position_rows, rows_of
+from pipeline.stages.execute.vision.tower import build, computed_config, newline_of, projector_norm
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 if TYPE_CHECKING:
@@ -89,14 +89,15 @@ class VisionEncoder:
         )
         self.program = _make(library, plan, self._patches)
         self._positions = build(vision, weights, self.program, most, float_format)
-        self._norm = self.program.last_norm
+        self._norm, self._newline = self.program.last_norm, newline_of(vision, weights)
         norm = projector_norm(vision, weights)
         self._projector_norm = None if norm is None else norm.as_arrays()
 
     def encode(self, items: Sequence[MediaItem], out: Sequence[FloatArray]) -> None:
-        """Write the rows of each item: float32 [tiles * rows of a tile, hidden_size], tile after tile. Raises
-        ValueError for pixels or rows that the tower can't take."""
-        tiles = [tile for item, rows in zip(items, out, strict=True) for tile in self._tiles(item, rows)]
+        """Write the rows of each item, float32 [rows, hidden_size]. Without `anyres` they are those of the tiles, one
+        after the other. Raises ValueError for pixels or rows that the tower can't take."""
+        makes = [self._tile_rows(item, rows) for item, rows in zip(items, out, strict=True)]
+        tiles = [tile for item, rows in zip(items, makes, strict=True) for tile in self._tiles(item, rows)]
         begin = 0
         while begin < len(tiles):
             end, num = begin + 1, tiles[begin].num_tokens
@@ -106,28 +107,39 @@ class VisionEncoder:
                 end += 1
             self._compute(tiles[begin:end])
             begin = end
+        for item, tile_rows, rows in zip(items, makes, out, strict=True):
+            if self._newline is not None and self.config.anyres is not None:
+                made = packed(tile_rows, item.grid, self.config.anyres.max_tiles, self._newline)
+                if made.shape != rows.shape:
+                    raise ValueError(f"rows are {list(rows.shape)}; this image has {list(made.shape)}")
+                rows[:] = made
 
-    def num_rows(self, item: MediaItem) -> int:
-        """Rows of an item. Raises ValueError for pixels that the tower can't take."""
-        num, channels, height, width = item.pixels.shape
+    def num_tile_rows(self, item: MediaItem) -> int:
+        """Rows of each tile. Raises ValueError for pixels that the tower can't take."""
+        _, channels, height, width = item.pixels.shape
         if item.pixels.dtype != np.uint8 or channels != self.config.num_channels:
             raise ValueError(f"pixels are {item.pixels.dtype} with {channels} channels, not uint8 with 3")
-        return int(num) * self.config.num_rows(height, width)
+        return self.config.num_rows(height, width)
 
     def close(self) -> None:
         """Free threads and memory."""
         self.program.close()
 
+    def _tile_rows(self, item: MediaItem, out: FloatArray) -> FloatArray:
+        """Memory for the rows of the tiles, [tiles, rows of a tile, hidden_size]: `out`, unless they are packed."""
+        shape = len(item.pixels), self.num_tile_rows(item), self.config.hidden_size
+        if self.config.anyres is not None:
+            return np.empty(shape, np.float32)
+        num_rows = shape[0] * shape[1]
+        if out.shape != (num_rows, shape[2]) or out.dtype != np.float32:
+            raise ValueError(f"rows are {out.dtype} {list(out.shape)}, not float32 {[num_rows, shape[2]]}")
+        return out.reshape(shape)
+
     def _tiles(self, item: MediaItem, out: FloatArray) -> list[_Tile]:
-        num_rows, num = self.num_rows(item), len(item.pixels)
-        if out.shape != (num_rows, self.config.hidden_size) or out.dtype != np.float32:
-            raise ValueError(
-                f"rows are {out.dtype} {list(out.shape)}, not float32 {[num_rows, self.config.hidden_size]}"
-            )
-        size, each = self.config.patch_size, num_rows // num
+        size = self.config.patch_size
         grid = item.pixels.shape[2] // size, item.pixels.shape[3] // size
         num_tokens = grid[0] * grid[1] + self.config.class_token
-        return [_Tile(pixels, out[i * each : (i + 1) * each], grid, num_tokens) for i, pixels in enumerate(item.pixels)]
+        return [_Tile(pixels, rows, grid, num_tokens) for pixels, rows in zip(item.pixels, out, strict=True)]
 
     def _compute(self, tiles: list[_Tile]) -> None:
         """Compute tiles in one step."""

@@ -3,6 +3,8 @@
 Each row is computed by itself, so it has the same bits alone and in any batch.
 """
 
+import math
+
 import numpy as np
 
 from pipeline.kernels.patches import squares
@@ -57,3 +59,39 @@ def _buckets(num: int, side: int) -> LongArray:
     begins = np.arange(num, dtype=np.float32) * (np.float32(1) / np.float32(num))
     found: LongArray = np.searchsorted(boundaries, np.minimum(begins, np.float32(1 - 1e-6)), side="right")
     return found.astype(np.int64)
+
+
+MOST = 1.1
+"""Lines and columns are as many as given by the limit, or this many times as many, before rows are interpolated."""
+
+
+def packed(rows: FloatArray, grid: tuple[int, ...], max_tiles: int, newline: FloatArray) -> FloatArray:
+    """The rows [rows, width] of an image in tiles, of their rows [tiles, rows of a tile, width], as `Anyres` says.
+    `grid` is that of LlavaOnevision in pipeline/media/processed.py (`pack_image_features` in transformers)."""
+    lines, columns, height, width = grid
+    tiles, side = rows[1:], math.isqrt(rows.shape[1])
+    whole = tiles.reshape(lines, columns, side, side, -1).swapaxes(1, 2).reshape(lines * side, columns * side, -1)
+    all_lines, all_columns = whole.shape[:2]
+    if width / height > all_columns / all_lines:
+        padding = (all_lines - int(round(height * (all_columns / width), 7))) // 2
+        whole = whole[padding : all_lines - padding]
+    else:
+        padding = (all_columns - int(round(width * (all_lines / height), 7))) // 2
+        whole = whole[:, padding : all_columns - padding]
+    ratio = math.sqrt(whole.shape[0] * whole.shape[1] / (max_tiles * side**2))
+    if ratio > MOST:
+        whole = _resized(whole, int(whole.shape[0] // ratio), int(whole.shape[1] // ratio))
+    ends = np.broadcast_to(newline, (len(whole), 1, len(newline)))
+    return np.concatenate([rows[0], np.concatenate([whole, ends], axis=1).reshape(-1, len(newline))])
+
+
+def _resized(x: FloatArray, lines: int, columns: int) -> FloatArray:
+    """x [lines, columns, width] interpolated linearly to another size, as torch does with `align_corners=False`."""
+    for axis, size in enumerate((lines, columns)):
+        before = x.shape[axis]
+        points = np.maximum((np.arange(size) + 0.5) * (before / size) - 0.5, 0)
+        low = points.astype(np.int64)
+        part = (points - low).astype(np.float32).reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
+        high = np.minimum(low + 1, before - 1)
+        x = x.take(low, axis) * (1 - part) + x.take(high, axis) * part
+    return x

@@ -93,6 +93,11 @@ def projector_norm(vision: VisionConfig, weights: Weights) -> Norm | None:
     return Norm(weight, weights.vector("vision.projector.norm.bias", hidden) if has_bias else None)
 
 
+def newline_of(vision: VisionConfig, weights: Weights) -> FloatArray | None:
+    """The row behind each line of an image in tiles, float32 [hidden_size]."""
+    return None if vision.anyres is None else np.asarray(weights.vector("vision.newline.weight", vision.hidden_size))
+
+
 def _projector(vision: VisionConfig, weights: Weights) -> tuple[ProjectorMatrix, ...]:
     width, found = vision.encoder.hidden_size * vision.projector.merge**2, []
     for i, matrix in enumerate(vision.projector.matrices):
@@ -115,7 +120,8 @@ def _padded(weights: AttentionWeights, head_dim: int, padded: int) -> AttentionW
     )
     (out,) = weights.out.matrices
     columns = _take(out, _of_heads(order, out.num_columns), rows=False)
-    return replace(weights, qkv=qkv, out=Linear((columns,), weights.out.bias))
+    heads = weights.heads._replace(dim=padded)
+    return replace(weights, heads=heads, qkv=qkv, out=Linear((columns,), weights.out.bias))
 
 
 def _of_heads(order: LongArray, size: int) -> LongArray:

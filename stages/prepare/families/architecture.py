@@ -181,8 +181,18 @@ TEXT_PARTS = {
     "exaone4_5": "exaone4",
     "idefics3": "llama",
     "smolvlm": "llama",
+    "llava": "llama",
+    "llava_onevision": "qwen2",
 }
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+"""Sizes that LLaVA's text_config may lack: transformers' defaults of Llama."""
 OLD_TEXT_TYPES = {"exaone4_5_text": "exaone4"}
 """`model_type` of text models in older files."""
 TIED = ("gemma3", "gemma4", "mistral3")
@@ -205,7 +215,8 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     ties = [Keys(part, {}, {TIE: default}).flag(TIE) for part, default in ((config, kind in TIED), (text, False))]
     own = text.get("model_type") or TEXT_PARTS[kind]
     own = OLD_TEXT_TYPES.get(own, own) if isinstance(own, str) else own
-    return {**shared, **text, "model_type": own, TIE: any(ties)}
+    sizes = LLAMA_7B if kind == "llava" and own == "llama" else {}
+    return {**sizes, **shared, **text, "model_type": own, TIE: any(ties)}
 
 
 def as_part(layout: Layout) -> Layout:

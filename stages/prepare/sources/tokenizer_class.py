@@ -173,7 +173,7 @@ OF_MODELS = {
         ("granite", "ernie4_5", "ernie4_5_moe", "phi3", "glm", "glm4", "glm4_moe", "olmo2", "olmo3", "olmo_hybrid"),
         None,
     ),
-    **dict.fromkeys(("stablelm", "nemotron", "gpt_bigcode"), None),
+    **dict.fromkeys(("stablelm", "nemotron", "gpt_bigcode", "smolvlm", "llava"), None),
 }
 """The classes of models; None is the general one, whatever class their files name. Models that are missing have none:
 their files say it."""

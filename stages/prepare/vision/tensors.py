@@ -1,10 +1,10 @@
 """The tensors of a vision tower: their names and shapes, and what of them a checkpoint has."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
 import msgspec
 
-from pipeline.runtime.model.model_config import Layout, Piece
+from pipeline.runtime.model.model_config import Layout
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
@@ -12,6 +12,9 @@ from pipeline.stages.prepare.weights.tensors import STORED, Found, Shape, expect
 
 PREFIXES = ("model.", "")
 """What may be before the names of the tensors, by the version of transformers that wrote them."""
+TOWER = "vision_tower."
+TOWERS = (TOWER, f"{TOWER}vision_model.")
+"""The prefix of a tower, and that of older versions."""
 
 
 def tower_shapes(vision: VisionConfig) -> dict[str, Shape]:
@@ -25,6 +28,8 @@ def tower_shapes(vision: VisionConfig) -> dict[str, Shape]:
         shapes["vision.positions.weight"] = (config.max_position, hidden)
     if vision.class_token:
         shapes["vision.class.weight"] = (hidden,)
+    if vision.anyres is not None:
+        shapes["vision.newline.weight"] = (vision.hidden_size,)
     if config.embedding_norm:
         shapes |= norm_shapes(config, "model.embed_norm")
     for layer in range(config.num_layers):
@@ -49,27 +54,27 @@ def stored_shapes(vision: VisionConfig) -> dict[str, Shape]:
 
 
 def with_names_of(vision: VisionConfig, names: Container[str]) -> VisionConfig:
-    """The config with the prefix of names that the files have."""
-    outside = [name for name in vision.encoder.layout.pieces if _is_outside(name)]
+    """The config with the prefixes of names that the files have."""
     for prefix in PREFIXES:
-        layout = _with_prefix(vision.encoder.layout, prefix, outside)
-        other = msgspec.structs.replace(vision, encoder=msgspec.structs.replace(vision.encoder, layout=layout))
-        if layout.find("vision.patches.weight")[0] in names:
-            return other
+        for tower in TOWERS:
+            layout = _renamed(vision.encoder.layout, prefix, tower)
+            other = msgspec.structs.replace(vision, encoder=msgspec.structs.replace(vision.encoder, layout=layout))
+            if layout.find("vision.patches.weight")[0] in names:
+                return other
     return vision
 
 
-def _is_outside(name: str) -> bool:
-    return name.startswith(("vision.", "model."))
+def _renamed(layout: Layout, prefix: str, tower: str) -> Layout:
+    def named(tensor: str) -> str:
+        return prefix + (tower + tensor.removeprefix(TOWER) if tensor.startswith(TOWER) else tensor)
 
-
-def _with_prefix(layout: Layout, prefix: str, outside: Iterable[str]) -> Layout:
-    moved = {
-        name: msgspec.structs.replace(layout.pieces[name], tensor=prefix + layout.pieces[name].tensor)
-        for name in outside
+    pieces = {
+        name: msgspec.structs.replace(piece, tensor=named(piece.tensor))
+        if name.startswith(("vision.", "model."))
+        else piece
+        for name, piece in layout.pieces.items()
     }
-    pieces: dict[str, Piece] = {**layout.pieces, **moved}
-    return Layout(prefix + layout.layers, pieces)
+    return Layout(named(layout.layers), pieces)
 
 
 def missing_tensor(vision: VisionConfig, found: Found) -> str | None:

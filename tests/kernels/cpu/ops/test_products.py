@@ -170,7 +170,7 @@ def test_swiglu_with_gates_of_any_size(library: ctypes.CDLL, gate: float) -> Non
     assert_near(read_floats(out, 1, 16), np.full((1, 16), expected), 8 * EPS * abs(expected) + 1e-35)
 
 
-@pytest.mark.parametrize("kind", [0, 3, 4], ids=["silu", "relu", "relu2"])
+@pytest.mark.parametrize("kind", [0, 3, 4, 6], ids=["silu", "relu", "relu2", "gelu_quick"])
 @pytest.mark.parametrize(("gate", "up"), [(np.nan, 3.0), (-200.0, np.nan), (1.0, np.nan)])
 def test_nan_is_not_lost_in_an_activation(library: ctypes.CDLL, kind: int, gate: float, up: float) -> None:
     matrix = quantize(torch.zeros(32, 32), "bf16")

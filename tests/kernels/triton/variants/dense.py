@@ -205,7 +205,7 @@ def _others(sizes: Sizes, num_tokens: int) -> None:
         norm.add_norm(out, residual, _partials(2, num_tokens, hidden), norms[0], EPS, norm.Sublayer(norms[1], factor))
     positions, table = torch.zeros(4, dtype=torch.int32), _matrix("bf16", 64, hidden)
     norm.embed(torch.empty(4, hidden), table, positions, 12.0, table, positions, 2)
-    for kind in ("gelu", "gelu_tanh", "relu", "relu2"):
+    for kind in ("gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"):
         for gated in (False, True):
             x = torch.empty(1, num_tokens, (2 if gated else 1) * sizes.inner, dtype=BF16)
             activations.activate(torch.empty(num_tokens, sizes.inner, dtype=BF16), x, kind, gated=gated)

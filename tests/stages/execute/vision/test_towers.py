@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu.isa import available
+from pipeline.media.config import LlavaOnevision, load
+from pipeline.media.processors.llava_onevision import best_resolution
 from pipeline.stages.execute.cpu.vision import MediaItem, VisionEncoder
 from tests.stages.execute.driver import settings
 from tests.stages.execute.vision.tiny_towers import (
+    ONEVISION,
     VARIANTS,
+    Variant,
     encode,
     encoder,
     images,
@@ -31,8 +35,8 @@ MIN_COSINE = 0.9995
 class Tower:
     """A tiny random model, in transformers and prepared."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.variant = VARIANTS[name]
+    def __init__(self, folder: Path, variant: Variant) -> None:
+        self.variant = variant
         self.model = make(self.variant)
         self.folder = prepared(folder, save(folder, self.variant, self.model))
 
@@ -48,7 +52,7 @@ class Tower:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def tower(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tower:
-    return Tower(tmp_path_factory.mktemp("tower"), request.param)
+    return Tower(tmp_path_factory.mktemp("tower"), VARIANTS[request.param])
 
 
 @pytest.fixture(params=["torch", *available()])
@@ -81,9 +85,40 @@ def test_rows_have_the_same_bits_in_a_batch(tower: Tower, computed: VisionEncode
 
 def test_what_a_tower_cannot_take_is_named(tower: Tower, computed: VisionEncoder) -> None:
     with pytest.raises(ValueError, match="an image of 50 x 48 pixels"):
-        computed.num_rows(MediaItem(images(1, 50, 48)))
+        computed.num_tile_rows(MediaItem(images(1, 50, 48)))
     with pytest.raises(ValueError, match="float64 with 3 channels"):
-        computed.num_rows(MediaItem(images(1, 48, 48).astype(np.float64)))
+        computed.num_tile_rows(MediaItem(images(1, 48, 48).astype(np.float64)))
     item = MediaItem(images(1, 48, 48))
     with pytest.raises(ValueError, match=r"rows are float32 \[1, 64\]"):
         computed.encode([item], [np.zeros((1, 64), np.float32)])
+
+
+SIZES = [(48, 48), (30, 90), (100, 40), (300, 290), (37, 200), (500, 20)]
+"""Heights and widths of images before they are cut into tiles. Some have more rows than two tiles."""
+
+
+@pytest.fixture(scope="module")
+def onevision(tmp_path_factory: pytest.TempPathFactory) -> Tower:
+    return Tower(tmp_path_factory.mktemp("tower"), ONEVISION)
+
+
+@pytest.mark.parametrize("kernels", ["torch", available()[0]])
+def test_the_rows_of_tiles_are_packed_as_transformers_does(onevision: Tower, kernels: str) -> None:
+    dtype = "float32" if kernels == "torch" else "bfloat16"
+    media = load(onevision.folder)
+    assert isinstance(media, LlavaOnevision)
+    with closing(encoder(onevision.folder, settings(kernels=kernels, dtype=dtype))) as computed:
+        for size in SIZES:
+            resolution = best_resolution(size, media.resolutions)
+            lines, columns = resolution[0] // 48, resolution[1] // 48
+            item = MediaItem(images(1 + lines * columns, 48, 48), (lines, columns, *size))
+            with torch.inference_mode():
+                found = onevision.model.get_image_features(
+                    normalized(item.pixels)[None], torch.tensor([size]), vision_aspect_ratio="anyres_max_2"
+                )
+            theirs = found.pooler_output[0].numpy()
+            ours = np.full_like(theirs, np.nan)
+            computed.encode([item], [ours])
+            assert np.abs(ours - theirs).max() < (MAX_ERROR if kernels == "torch" else 0.1)
+            with pytest.raises(ValueError, match=rf"this image has \[{len(theirs)}, 64\]"):
+                computed.encode([item], [ours[1:]])

@@ -70,6 +70,15 @@ class Variant:
     """Of preprocessor_config.json."""
 
 
+def _tiles(model: Any, pixels: torch.Tensor) -> torch.Tensor:
+    return torch.stack(list(model.get_image_features(pixels).pooler_output))
+
+
+def _processor(kind: str, **others: Any) -> dict[str, Any]:
+    size = {"height": 48, "width": 48}
+    return {"image_processor_type": f"{kind}ImageProcessor", "size": size, "crop_size": size, **others}
+
+
 SIGLIP = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -78,17 +87,49 @@ SIGLIP = {
     "image_size": 48,
     "patch_size": 8,
 }
+OF_SIGLIP = {**SIGLIP, "model_type": "siglip_vision_model"}
+RESOLUTIONS = [[48 * lines, 48 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
+QWEN2 = {**TEXT, "model_type": "qwen2"}
 VARIANTS: dict[str, Variant] = {
     "idefics3": Variant("idefics3", SIGLIP, {"scale_factor": 2}, sizes=((48, 48), (48, 16), (32, 48), (16, 16))),
     "smolvlm, padded heads": Variant(
         "smolvlm", {**SIGLIP, "num_attention_heads": 2, "hidden_act": "gelu"}, {"scale_factor": 3}
     ),
+    "llava": Variant(
+        "llava", {**SIGLIP, "model_type": "clip_vision_model"}, theirs=_tiles, processor=_processor("CLIP")
+    ),
+    "llava, siglip": Variant(
+        "llava",
+        OF_SIGLIP,
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "multimodal_projector_bias": False},
+        theirs=_tiles,
+        processor=_processor("Siglip"),
+    ),
+    "gemma3": Variant(
+        "gemma3",
+        {**OF_SIGLIP, "num_attention_heads": 2},
+        {"text_config": {**TEXT, "model_type": "gemma3_text", "head_dim": 16}, "mm_tokens_per_image": 4},
+        theirs=_tiles,
+        processor=_processor("Gemma3"),
+    ),
 }
+"""Those whose rows are the rows of the tiles."""
+ONEVISION = Variant(
+    "llava_onevision",
+    OF_SIGLIP,
+    {
+        "text_config": QWEN2,
+        "image_grid_pinpoints": RESOLUTIONS,
+        "vision_aspect_ratio": "anyres_max_2",
+    },
+    processor=_processor("LlavaOnevision", image_grid_pinpoints=RESOLUTIONS),
+)
 
 
 def make(variant: Variant, seed: int = 0) -> Any:
     """The model in transformers, float32, whose hidden states differ enough to detect errors."""
-    config = AutoConfig.for_model(variant.kind, text_config=TEXT, vision_config=variant.vision, **variant.changes)
+    parts = {"text_config": TEXT, "vision_config": variant.vision}
+    config = AutoConfig.for_model(variant.kind, **{**parts, **variant.changes})
     model = AutoModelForImageTextToText.from_config(config)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -102,6 +143,9 @@ def make(variant: Variant, seed: int = 0) -> Any:
     return model.eval()
 
 
+GEMMA3_TOKENS = {"boi": "<start_of_image>", "eoi": "<end_of_image>"}
+
+
 def save(folder: Path, variant: Variant, model: Any) -> Path:
     """A folder of the model as transformers writes it."""
     source = checkpoints.save_folder(
@@ -111,6 +155,7 @@ def save(folder: Path, variant: Variant, model: Any) -> Path:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS])
     tokenizer.save(str(source / "tokenizer.json"))
     ids = {f"image_token_{end}": tokenizer.token_to_id("<image>") for end in ("id", "index")}
+    ids |= {f"{name}_token_index": tokenizer.token_to_id(token) for name, token in GEMMA3_TOKENS.items()}
     checkpoints.edit_config(source, **ids)
     (source / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSOR, **variant.processor}))
     return source
@@ -146,6 +191,7 @@ def encoder(folder: Path, settings: Settings) -> VisionEncoder:
 def encode(tower: VisionEncoder, *pixels: np.ndarray) -> list[np.ndarray]:
     """The rows of each item, [rows, width]."""
     items = [MediaItem(each) for each in pixels]
-    out = [np.full((tower.num_rows(item), tower.config.hidden_size), np.nan, np.float32) for item in items]
+    sizes = [len(item.pixels) * tower.num_tile_rows(item) for item in items]
+    out = [np.full((size, tower.config.hidden_size), np.nan, np.float32) for size in sizes]
     tower.encode(items, out)
     return out

@@ -12,6 +12,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import NOTES, notes_of
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.weights import Weights
+from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.stages.execute.driver import settings
 from tests.stages.execute.vision.tiny_towers import VARIANTS, encode, encoder, images, make, prepared, save
@@ -115,3 +116,45 @@ def test_a_wrong_value_outside_of_the_tower_is_named(tmp_path: Path, source: Pat
     checkpoints.edit_config(source, scale_factor=4)
     with pytest.raises(ModelError, match=r"config\.json: scale_factor is 4; it must be a divisor of the 6 patches"):
         prepared(tmp_path, source)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"vision_feature_layer": [1, 2]}, "images are not served: vision_feature_layer is [1, 2]; one layer is"),
+        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full' for a tower of clip"),
+    ],
+)
+def test_what_is_valid_but_not_supported_is_noted(tmp_path: Path, changes: dict[str, Any], note: str) -> None:
+    variant = VARIANTS["llava"]
+    source = save(tmp_path, variant, make(variant))
+    checkpoints.edit_config(source, **changes)
+    folder = prepared(tmp_path, source)
+    assert VisionConfig.load(folder) is None
+    assert any(note in line for line in notes_of(folder)), notes_of(folder)
+
+
+def test_a_layer_that_the_tower_lacks_is_named(tmp_path: Path) -> None:
+    variant = VARIANTS["llava"]
+    source = save(tmp_path, variant, make(variant))
+    checkpoints.edit_config(source, vision_feature_layer=-4)
+    with pytest.raises(ModelError, match=r"config\.json: vision_feature_layer is -4; it must be one of the 3 layers"):
+        prepared(tmp_path, source)
+
+
+def test_towers_of_older_files_have_a_part_of_the_name_more(tmp_path: Path) -> None:
+    """As those of LLaVA on the hub."""
+    variant = VARIANTS["llava"]
+    source = save(tmp_path, variant, make(variant))
+    expected = rows_of(prepared(tmp_path / "a", source))
+    rename(source, lambda name: name.replace("vision_tower.", "vision_tower.vision_model."))
+    assert np.array_equal(rows_of(prepared(tmp_path / "b", source)), expected)
+
+
+def test_a_text_model_of_llava_may_lack_sizes(tmp_path: Path) -> None:
+    """As llava-1.5-7b on the hub, whose text_config has only what differs from Llama's defaults."""
+    text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    reader = ConfigReader(tmp_path / "config.json", {"model_type": "llava", "text_config": text})
+    model = reader.model("llava", [], {})
+    assert (model.architecture, model.num_layers, model.hidden_size, model.vocab_size) == ("llama", 32, 4096, 32064)
+    assert (model.num_kv_heads, model.intermediate_size, model.max_position) == (32, 11008, 4096)

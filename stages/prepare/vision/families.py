@@ -1,0 +1,241 @@
+"""The families of vision towers: how each reads config.json. Defaults are those of transformers.
+
+Layers have SigLIP's form, with differences that are fields of the tower's `ModelConfig`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+from pipeline.media.config import LlavaOnevision, MediaConfig
+from pipeline.runtime.model.model_config import Activation, Layout, ModelConfig, Piece
+from pipeline.runtime.model.vision_config import Anyres, Matrix, Pixels, Projector, VisionConfig
+from pipeline.stages.prepare.families.architecture import renamed
+from pipeline.stages.prepare.families.keys import ACTIVATIONS, Keys
+from pipeline.stages.prepare.files import shown
+
+SIGLIP = {
+    "norm": "layer",
+    "norm_bias": True,
+    "causal": False,
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "rotary_dim": 0,
+}
+"""Fields of the layers of SigLIP, CLIP and others."""
+SIGLIP_LAYERS = {
+    "self_attn.o_proj": Piece("self_attn.out_proj"),
+    "input_layernorm": Piece("layer_norm1"),
+    "post_attention_layernorm": Piece("layer_norm2"),
+    "mlp.up_proj": Piece("mlp.fc1"),
+    "mlp.down_proj": Piece("mlp.fc2"),
+}
+NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_attention_heads",
+    "rms_norm_eps": "layer_norm_eps",
+}
+"""Keys of vision_config that differ from the field names of ModelConfig."""
+
+
+class NotServed(Exception):
+    """The files are valid, but images are not served. The message is the reason."""
+
+
+class VisionKeys(Keys):
+    """The values of `vision_config`, whose name is before those of its keys."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__({self.name(key): value for key, value in config.items()}, {}, defaults)
+
+    def name(self, key: str) -> str:
+        return f"vision_config.{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a family reads."""
+
+    config: Keys
+    """Of config.json."""
+    vision_config: Mapping[str, Any]
+    media: MediaConfig
+    text: ModelConfig
+
+    def kind(self, default: str, known: Collection[str]) -> str:
+        """The kind of the tower. Raises NotServed for unknown ones."""
+        kind = VisionKeys(self.vision_config, {}).get("model_type", str, default)
+        if kind not in known:
+            raise NotServed(f"model_type of vision_config is {shown(kind)}; supported are {', '.join(known)}")
+        return str(kind)
+
+
+def activation_of(keys: Keys, key: str, default: str) -> Activation:
+    """An activation. Raises ConfigFault for unknown ones."""
+    name = keys.get(key, str, default)
+    if name not in ACTIVATIONS:
+        raise keys.fault(key, f"one of {', '.join(map(repr, ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+def layers_of(keys: Keys, source: Source, layout: Layout, **others: Any) -> ModelConfig:
+    """The layers of SigLIP. `others` are fields that differ. Raises ConfigFault."""
+    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    if hidden % heads:
+        raise keys.fault("hidden_size", f"a multiple of num_attention_heads = {heads}")
+    fields = {
+        **SIGLIP,
+        "num_layers": keys.count("num_hidden_layers"),
+        "max_position": (keys.count("image_size") // keys.count("patch_size")) ** 2,
+        "rms_norm_eps": keys.number("layer_norm_eps", 1e-6),
+        "activation": activation_of(keys, "hidden_act", "gelu_pytorch_tanh"),
+        "head_dim": hidden // heads,
+        **others,
+    }
+    return ModelConfig(
+        name=source.text.name,
+        architecture="vision",
+        hidden_size=hidden,
+        intermediate_size=keys.count("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        vocab_size=1,
+        tie_embeddings=True,
+        eos_ids=[],
+        weight_files=[],
+        layout=layout,
+        **{"rope_theta": 1.0, **fields},
+    )
+
+
+def patch_fields(keys: Keys, source: Source) -> dict[str, Any]:
+    """Fields of VisionConfig. Raises ConfigFault."""
+    size, patch = keys.count("image_size"), keys.count("patch_size")
+    if size < patch:
+        raise keys.fault("image_size", f"at least patch_size = {patch}")
+    if keys.count("num_channels", 3) != 3:
+        raise keys.fault("num_channels", "3")
+    media = source.media
+    pixels = Pixels(scale=media.scale, mean=list(media.mean), std=list(media.std))
+    return {"image_size": size, "patch_size": patch, "pixels": pixels}
+
+
+def layout_of(prefix: str, **others: str) -> Layout:
+    """SigLIP's names behind a prefix, and further ones; the keys' double underscores are dots."""
+    pieces = {
+        "vision.patches": f"{prefix}embeddings.patch_embedding",
+        "vision.positions": f"{prefix}embeddings.position_embedding",
+        "model.norm": f"{prefix}post_layernorm",
+    }
+    return Layout(
+        f"{prefix}encoder.layers.{{}}.",
+        {name: Piece(tensor) for name, tensor in pieces.items()} | SIGLIP_LAYERS | renamed(**others),
+    )
+
+
+def _idefics3(source: Source) -> VisionConfig:
+    keys, merge = VisionKeys(source.vision_config, IDEFICS3), source.config.count("scale_factor", 2)
+    layout = layout_of("vision_model.", vision__projector__0="connector.modality_projection.proj")
+    fields = patch_fields(keys, source)
+    side = fields["image_size"] // fields["patch_size"]
+    if side % merge:
+        raise source.config.fault("scale_factor", f"a divisor of the {side} patches of an image's side")
+    return VisionConfig(
+        encoder=layers_of(keys, source, layout),
+        positions="buckets",
+        projector=Projector(merge=merge, matrices=[Matrix(num_outputs=source.text.hidden_size)]),
+        **fields,
+    )
+
+
+def _llava(source: Source) -> VisionConfig:
+    """LLaVA 1.5 and LLaVA-OneVision."""
+    anyres = Anyres(max_tiles=source.media.max_tiles) if isinstance(source.media, LlavaOnevision) else None
+    kind = source.kind(CLIP if anyres is None else SIGLIP_KIND, DEFAULTS)
+    keys, config, is_clip = VisionKeys(source.vision_config, DEFAULTS[kind]), source.config, kind == CLIP
+    strategy = config.get("vision_feature_select_strategy", str, "default" if anyres is None else "full")
+    if strategy != ("default" if is_clip else "full"):
+        raise NotServed(f"vision_feature_select_strategy is {shown(strategy)} for a tower of {kind}")
+    layout = layout_of(
+        "vision_tower.",
+        model__embed_norm="vision_tower.pre_layrnorm",
+        vision__projector__0="multi_modal_projector.linear_1",
+        vision__projector__1="multi_modal_projector.linear_2",
+    )
+    bare = {"vision.class": "vision_tower.embeddings.class_embedding", "vision.newline": "image_newline"}
+    layout.pieces.update({name: Piece(tensor, bare=True) for name, tensor in bare.items()})
+    fields, hidden = patch_fields(keys, source), source.text.hidden_size
+    num_positions = (fields["image_size"] // fields["patch_size"]) ** 2 + is_clip
+    others = {"num_layers": _num_layers(keys, config, -2 if anyres is None else -1), "max_position": num_positions}
+    bias = config.flag("multimodal_projector_bias", True)
+    first = Matrix(num_outputs=hidden, bias=bias, activation=activation_of(config, "projector_hidden_act", "gelu"))
+    return VisionConfig(
+        encoder=layers_of(keys, source, layout, embedding_norm=is_clip, **others),
+        final_norm=False,
+        patch_bias=not is_clip,
+        class_token=is_clip,
+        projector=Projector(matrices=[first, Matrix(num_outputs=hidden, bias=bias)]),
+        anyres=anyres,
+        **fields,
+    )
+
+
+def _num_layers(keys: Keys, config: Keys, default: int) -> int:
+    """Layers before the hidden states that are used. Raises ConfigFault, or NotServed for several."""
+    key = "vision_feature_layer"
+    value, num = config.get(key, (int, list), default), keys.count("num_hidden_layers")
+    if isinstance(value, list):
+        raise NotServed(f"{key} is {shown(value)}; one layer is supported")
+    found = int(value) if value >= 0 else num + 1 + int(value)
+    if not 1 <= found <= num:
+        raise config.fault(key, f"one of the {num} layers")
+    return found
+
+
+def _gemma3(source: Source) -> VisionConfig:
+    keys, text = VisionKeys(source.vision_config, DEFAULTS[source.kind(SIGLIP_KIND, [SIGLIP_KIND])]), source.text
+    fields, num_rows = patch_fields(keys, source), source.config.count("mm_tokens_per_image", 256)
+    side, rows = fields["image_size"] // fields["patch_size"], isqrt(num_rows)
+    if rows**2 != num_rows or side % rows:
+        raise source.config.fault("mm_tokens_per_image", f"a square that divides {side} x {side} patches")
+    layout = layout_of("vision_tower.", vision__projector__norm="multi_modal_projector.mm_soft_emb_norm")
+    matrix = Piece("multi_modal_projector.mm_input_projection_weight", bare=True, transposed=True)
+    layout.pieces["vision.projector.0"] = matrix
+    encoder = layers_of(keys, source, layout)
+    projector = Projector(
+        mean=side // rows,
+        norm="rms",
+        norm_eps=encoder.rms_norm_eps,
+        norm_offset=1.0,
+        matrices=[Matrix(num_outputs=text.hidden_size)],
+    )
+    return VisionConfig(encoder=encoder, projector=projector, **fields)
+
+
+CLIP, SIGLIP_KIND = "clip_vision_model", "siglip_vision_model"
+BASE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    CLIP: {**BASE, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    SIGLIP_KIND: {**BASE, "patch_size": 16},
+}
+"""By `model_type` of vision_config."""
+IDEFICS3 = {**BASE, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+
+FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+    "llava": _llava,
+    "llava_onevision": _llava,
+    "gemma3": _gemma3,
+}
+"""By `model_type` of config.json. They raise ConfigFault and NotServed."""
