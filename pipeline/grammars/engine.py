@@ -1,9 +1,7 @@
 """The model's tokenizer in llguidance's form, and the limits of its matchers."""
 
-import resource
 from pathlib import Path
 
-import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pipeline.runtime.model.model_config import ModelConfig
@@ -58,10 +56,3 @@ def short_message(error: str) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     message = errors[0] if errors else (lines[0] if lines else "unknown reason")
     return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Let this process allocate at most `num_bytes` more. A larger allocation ends it, without a core file."""
-    most = psutil.Process().memory_info().vms + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
@@ -21,6 +20,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from pipeline.media.limits import LIMITS, ImageLimits
 from pipeline.media.processed import InvalidImage
 
 Format = Literal["JPEG", "PNG", "WebP", "GIF", "BMP"]
@@ -51,15 +51,6 @@ TURNS = {
 
 MAX_SIDE = 2**17 - 1
 """No longer side is decoded, whatever the other one is."""
-
-
-class ImageLimits(msgspec.Struct, array_like=True, frozen=True):
-    max_bytes: int = 32 * 1024**2
-    """Of the encoded image."""
-    max_pixels: int = 50_000_000
-
-
-LIMITS = ImageLimits()
 
 
 def decode(data: bytes, limits: ImageLimits = LIMITS) -> Image.Image:

@@ -21,7 +21,8 @@ class ProcessedImage:
     """
 
     pixels: Pixels
-    """[tiles, 3, height, width]; of Qwen2VL [patches, 3, patch, patch], in the order in which the model merges them."""
+    """Contiguous: [tiles, 3, height, width]; of Qwen2VL [patches, 3, patch, patch], in the order in which the model
+    merges them."""
     grid: tuple[int, ...]
     """Of Idefics3: lines and columns of tiles without the last one, which shows all; (0, 0) if that is the only one.
     Of LlavaOnevision: lines and columns of tiles behind the first, and the height and width of the client's image. Of

@@ -13,10 +13,10 @@ import msgspec
 
 from pipeline.config.settings import LimitSettings
 from pipeline.grammars.checks import MAX_CHECKS, Check, Checked
-from pipeline.grammars.worker import LENGTH, Worker
 from pipeline.runtime.messages import Failure, Grammar
 from pipeline.runtime.process import suspension
 from pipeline.runtime.queues.fair_gate import FairGate
+from pipeline.runtime.workers.worker import LENGTH, Worker
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 
 MAX_KNOWN = 256

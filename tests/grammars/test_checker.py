@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.grammars import checker
 from pipeline.grammars.checks import Check, Checked
-from pipeline.grammars.worker import WorkerLostError, receive, send
+from pipeline.runtime.workers import forked_jobs
+from pipeline.runtime.workers.worker import WorkerLostError, receive, send
 
 TIMEOUT_S = 0.4
 PATIENCE_S = 60.0
@@ -45,7 +46,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, check: Any) -> Checked:
 def test_a_check_that_got_little_cpu_time_is_given_more(monkeypatch: pytest.MonkeyPatch, cpu_s: float) -> None:
     """The machine is busy, and the grammar may be fine. A quarter of the time limit is 0.09 s; a check that had less
     said nothing, and one with more than `MIN_CPU_S` was given no more time: between them, clients got 503."""
-    monkeypatch.setattr(checker, "MIN_CPU_S", 0.05)
+    monkeypatch.setattr(forked_jobs, "MIN_CPU_S", 0.05)
 
     def starved(check: Check, engine: Any) -> Checked:
         burn(time.process_time() + cpu_s)

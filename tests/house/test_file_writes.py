@@ -106,6 +106,7 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/export_protocol/__main__.py": "mkdir write_text",
         "tools/models/fetch_test_embedders.py": "mkdir open rename",
         "tools/models/fetch_test_models.py": "mkdir",
+        "tools/fuzzing/fuzz_images.py": "mkdir write_bytes",
         "tools/fuzzing/fuzz_model_files.py": "copyfile copytree*2 mkdir*3 open rmtree*2",
         "tools/gpu_check/parent.py": "mkdir",
         "tools/gpu_check/readings.py": "open",

@@ -14,7 +14,8 @@ from PIL import Image, ImageOps, PngImagePlugin
 from transformers.image_transforms import convert_to_rgb
 
 from pipeline.media import images
-from pipeline.media.images import ImageLimits, decode, format_of
+from pipeline.media.images import decode, format_of
+from pipeline.media.limits import ImageLimits
 from pipeline.media.processed import InvalidImage
 
 LIMITS = ImageLimits(max_bytes=2**20, max_pixels=1_000_000)

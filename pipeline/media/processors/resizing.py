@@ -25,8 +25,8 @@ def resized(image: Image.Image, size: tuple[int, int], resample: int) -> Image.I
 
 
 def as_pixels(images: Sequence[Image.Image]) -> Pixels:
-    """[images, 3, height, width] of RGB images of one size."""
-    return np.stack([np.asarray(image, np.uint8).transpose(2, 0, 1) for image in images])
+    """[images, 3, height, width], contiguous, of RGB images of one size."""
+    return np.ascontiguousarray(np.stack([np.asarray(image, np.uint8) for image in images]).transpose(0, 3, 1, 2))
 
 
 def shortest_edge_size(image: Image.Image, edge: int) -> tuple[int, int]:

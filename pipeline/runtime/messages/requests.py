@@ -164,6 +164,8 @@ class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
     """The reasoning before an assistant's `content`."""
     is_cache_mark: bool = False
     """The client says that other prompts go on in another way behind this message (Anthropic's `cache_control`)."""
+    image_offsets: list[int] = []
+    """For each image of the message, in order: how many of `parts` are before it."""
 
 
 class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag="chat"):

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipeline.grammars.worker import Worker, WorkerLostError, receive, send
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
 from pipeline.runtime.process import suspension
 from pipeline.runtime.process.process_usage import usage_of
+from pipeline.runtime.workers.worker import Worker, WorkerLostError, receive, send
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (
     NUM_PREPARING,

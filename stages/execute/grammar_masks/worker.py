@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
-from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
-from pipeline.grammars.worker import receive, send
+from pipeline.grammars.engine import Engine, GrammarsUnsupported, short_message
 from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.rust_panics import RustPanic, panics_as_errors
+from pipeline.runtime.workers.forked_jobs import limit_memory
+from pipeline.runtime.workers.worker import receive, send
 from pipeline.shm import fence
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (

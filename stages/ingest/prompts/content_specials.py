@@ -27,6 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Normalizer
 
+from pipeline.stages.ingest.templates.conversation import IMAGE_PART
 from pipeline.text.formats.parsing.marks import pattern_of
 
 MASK = "x"
@@ -216,6 +217,8 @@ def _contains(value: Any, mask: Mask) -> bool:
         case dict():
             return any(_contains(key, mask) or _contains(each, mask) for key, each in value.items())
         case list():
+            if IMAGE_PART in value and len(value) > 1:
+                return any(_contains(parts, mask) for parts in _between_images(value))
             if texts := _texts_of_parts(value):
                 return any(mask(whole) != whole for whole in ("".join(texts), "".join(map(str.strip, texts))))
             return any(_contains(each, mask) for each in value)
@@ -234,11 +237,22 @@ def _with_masks(value: Any, mask: Mask) -> Any:
         case dict():
             return {_with_masks(key, mask): _with_masks(each, mask) for key, each in value.items()}
         case list():
+            if IMAGE_PART in value and len(value) > 1:
+                return [part for parts in _between_images(value) for part in _with_masks(parts, mask)]
             if texts := _texts_of_parts(value):
                 masked = _masked_parts(texts, mask)
                 return [part | {_text_key(part): text} for part, text in zip(value, masked, strict=True)]
             return [_with_masks(each, mask) for each in value]
     return value
+
+
+def _between_images(content: list[Any]) -> list[Any]:
+    """The parts of a content with images, in order: each image, and the lists of what is between them."""
+    found: list[Any] = []
+    for is_image, parts in itertools.groupby(content, lambda part: part == IMAGE_PART):
+        group = list(parts)
+        found += [[part] for part in group] if is_image else [group]
+    return found
 
 
 def _texts_of_parts(value: list[Any]) -> list[str]:

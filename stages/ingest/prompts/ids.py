@@ -1,6 +1,12 @@
-"""Arrays of token ids."""
+"""Arrays of token ids, and encoded prompts."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from pipeline.media.placeholders import Run
+from pipeline.text.formats.reasoning import ReasoningStage
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 PART_IDS = 65536
@@ -13,3 +19,12 @@ def as_int32(ids: list[int]) -> Ids:
         return np.array(ids, np.int32)
     parts = [np.array(ids[begin : begin + PART_IDS], np.int32) for begin in range(0, len(ids), PART_IDS)]
     return np.concatenate(parts)
+
+
+class EncodedPrompt(NamedTuple):
+    ids: Ids
+    """int32 [n]"""
+    reply_stage: ReasoningStage | None = None
+    """How the reply to a chat begins, if it was asked for."""
+    image_runs: Sequence[Sequence[Run]] = ()
+    """Of each image of a chat: the positions that get rows of embeddings."""

@@ -55,7 +55,7 @@ class PromptPreparer:
             assert not isinstance(prompt, IdsPrompt)
             template_s = submit.template_s or submit.arrival_s
             reasoning = reply_grammar.format_of(submit, self._formats)
-            whole, stage = self.processor.encode(
+            whole, stage, _ = self.processor.encode(
                 prompt, prompt_options, template_s, is_short=is_short, reasoning=reasoning
             )
             ids = self.processor.cut(whole, submit)

@@ -9,7 +9,6 @@ Each may raise RequestRejected. `encode` takes about half a microsecond per char
 import functools
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,10 +29,11 @@ from pipeline.runtime.messages import (
 )
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
+from pipeline.stages.ingest.media.prompt_images import PromptImages
 from pipeline.stages.ingest.prompts import bad_words
 from pipeline.stages.ingest.prompts.bad_words import BadWord
 from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
-from pipeline.stages.ingest.prompts.ids import Ids, as_int32
+from pipeline.stages.ingest.prompts.ids import EncodedPrompt, Ids, as_int32
 from pipeline.stages.ingest.prompts.longest_id import longest_id_bytes
 from pipeline.stages.ingest.prompts.pooled_prompts import Pairs, PooledIds, PooledPrompts
 from pipeline.stages.ingest.prompts.prompt_checks import PromptChecks
@@ -44,7 +44,7 @@ from pipeline.stages.ingest.templates.budget import OutOfTime
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, RenderedChat
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import TemplateFailure, TextTooLong
-from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
+from pipeline.text.formats.reasoning import ReasoningFormat
 
 PLAIN = PromptOptions()
 LIMITS = LimitSettings()
@@ -58,13 +58,6 @@ TEMPLATE_GROWTH = 4
 
 NUM_KEPT = 4
 """Lists of bad words whose ids are kept, of several clients at once, and as many predictions: 8 MB each at most."""
-
-
-class EncodedPrompt(NamedTuple):
-    ids: Ids
-    """int32 [n]"""
-    reply_stage: ReasoningStage | None = None
-    """How the reply to a chat begins, if it was asked for."""
 
 
 class PromptProcessor:
@@ -128,20 +121,23 @@ class PromptProcessor:
         *,
         is_short: bool = False,
         reasoning: ReasoningFormat | None = None,
+        images: PromptImages | None = None,
     ) -> EncodedPrompt:
-        """The ids of a chat or a text, and how the reply to a chat begins in this format of `reasoning`. Chat templates
-        write special tokens themselves; `now_s` is the time for templates that write it, Unix seconds. Raises
-        RequestRejected, or NeedsTime if it `is_short` but the chat's template takes long."""
+        """The ids of a chat or a text, and how the reply to a chat begins in this format of `reasoning`. `images` are
+        those of a chat. Chat templates write special tokens themselves; `now_s` is the time for templates that write
+        it, Unix seconds. Raises RequestRejected, or NeedsTime if it `is_short` but the chat's template takes long."""
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
             text, masked, stage = self._render(prompt, options, now_s, is_short, reasoning)
+            if images is not None:
+                text, masked = images.put_into(text, masked)
         else:
             text, masked, stage = prompt.text, None, None
         self._checks.check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
 
         def check_num(num_ids: int) -> None:
-            self._checks.check_num(num_ids, prompt, options)
+            self._checks.check_num(num_ids + (0 if images is None else images.num_further), prompt, options)
 
         try:
             # Unlike `encode`, the batch call lets other threads run; "fast" omits the offsets, which are not needed.
@@ -159,10 +155,12 @@ class PromptProcessor:
         except Exception as error:  # the library raises nothing more precise
             raise rejection(f"the prompt cannot be tokenized: {error}", prompt) from error
         try:
-            return EncodedPrompt(as_int32(ids), stage)
+            array = as_int32(ids)
         except OverflowError as error:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
             raise rejection(message, prompt) from error
+        array, runs = (array, ()) if images is None else images.expand(array)
+        return EncodedPrompt(array, stage, runs)
 
     def encode_pooled(self, submit: Submit, *, is_short: bool = False) -> PooledIds:
         """The ids of a text or a pair of texts that is pooled, truncated if the request asks for that. Raises

@@ -35,6 +35,11 @@ OWN_FIELDS = {
 
 API_ROLES = ("system", "developer", "user", "assistant", "tool")
 
+IMAGE_ROLES = ("user", "tool")
+"""Roles whose messages may have images."""
+IMAGE_PART = {"type": "image"}
+"""What templates get for an image; they write its placeholder."""
+
 ROLE_MARK = "ROLE_MARK_{}_END"
 """Stands for the content of a message of another role, to see whether the template writes it."""
 ROLE_MARKS = re.compile(r"ROLE_MARK_[0-9]+_END")
@@ -186,7 +191,10 @@ def _message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
 def _content(message: ChatMessage, traits: TemplateTraits) -> Any:
     """Text for most templates. Parts for a template that loops over them, unless it takes text too and the message is
     text, a tool's or the assistant's: some loop over the parts of users only, and write others as they are. A missing
-    content is None for templates that test for it, and empty otherwise."""
+    content is None for templates that test for it, and empty otherwise. Raises BadChat for images that a template would
+    not show."""
+    if message.image_offsets:
+        return _with_images(message, traits)
     if traits.empty_parts and message.role == "assistant" and not message.content and not message.tool_calls:
         return [{"type": "text", "text": ""}]
     if traits.thinking_parts and message.role == "assistant" and message.reasoning:
@@ -203,6 +211,18 @@ def _content(message: ChatMessage, traits: TemplateTraits) -> Any:
         texts = [message.content] if message.parts is None else message.parts
         return [{"type": "text", "text": text} for text in texts]
     return message.content
+
+
+def _with_images(message: ChatMessage, traits: TemplateTraits) -> list[dict[str, Any]]:
+    if not traits.parts:
+        raise BadChat("the model's chat template takes texts only, so a chat can't have images", "messages")
+    if message.role not in IMAGE_ROLES:
+        raise BadChat(f"a message of the role {message.role!r} can't have images", "messages")
+    texts, content = message.parts or [], []
+    for index in range(len(texts) + 1):
+        content += [dict(IMAGE_PART) for offset in message.image_offsets if offset == index]
+        content += [{"type": "text", "text": text} for text in texts[index : index + 1]]
+    return content
 
 
 def _tool_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
@@ -244,6 +264,8 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _tag(message: dict[str, Any]) -> None:
     content = message["content"]
     if isinstance(content, list) and content:
+        if content[-1] == IMAGE_PART:
+            raise BadChat("the last message ends with an image, which the output can't continue", "messages")
         content[-1]["text"] += CONTINUE_TAG
     elif isinstance(content, str) and (content or not message.get("tool_calls")):
         message["content"] = content + CONTINUE_TAG

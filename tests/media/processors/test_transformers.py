@@ -68,6 +68,7 @@ def settings(model: Model) -> dict[str, Any]:
 
 def check_ids(processed: ProcessedImage, placeholder: str, row_token: str, theirs: str) -> None:
     """The ids around and of an image are those of the text that transformers makes."""
+    assert processed.pixels.flags.c_contiguous and processed.pixels.dtype == np.uint8
     rendered = f"User:\n{placeholder}\nWhat?\n\n{placeholder}"
     expected = TOKENIZER.encode(rendered.replace(placeholder, theirs), add_special_tokens=False).ids
     text, _ = placeholders.replace(rendered, None, placeholder, [processed.text] * 2)

@@ -12,8 +12,9 @@ import pytest
 from pipeline.config.settings import LimitSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import stage as ingest_stage
+from pipeline.stages.ingest.prompts.ids import EncodedPrompt
 from pipeline.stages.ingest.prompts.prompt_cost import cost_bytes, num_bytes
-from pipeline.stages.ingest.prompts.prompt_processor import EncodedPrompt, PromptProcessor
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.rig import PATIENCE_S, Rig
 from tests.slices import part_of

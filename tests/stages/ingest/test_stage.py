@@ -18,7 +18,8 @@ from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_by
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompts.prompt_processor import EncodedPrompt, PromptProcessor
+from pipeline.stages.ingest.prompts.ids import EncodedPrompt
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.grammars.engine import Engine
-from pipeline.grammars.worker import receive
+from pipeline.runtime.workers.worker import receive
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.stages.execute.grammar_masks.worker import MaskWorker, main
 from tests.stages.execute.structured import lark

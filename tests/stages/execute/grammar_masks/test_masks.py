@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeline.grammars.worker import Worker
 from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT, Finish
 from pipeline.runtime.process import suspension
+from pipeline.runtime.workers.worker import Worker
 from pipeline.stages.execute.grammar_masks import masks as masks_module
 from tests.stages.execute.hanging_masks import HANGS
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, options, write

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.grammars.engine import Engine
-from pipeline.grammars.worker import receive
+from pipeline.runtime.workers.worker import receive
 from pipeline.stages.execute.grammar_masks import next_masks
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.stages.execute.grammar_masks.worker import MaskWorker

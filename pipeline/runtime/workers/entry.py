@@ -32,7 +32,7 @@ def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
     die_with_parent(os.getppid())
     setproctitle.setproctitle(title)
 
-    from pipeline.grammars.worker import WorkerLostError
+    from pipeline.runtime.workers.worker import WorkerLostError
 
     try:
         importlib.import_module(program).main(socket.socket(fileno=socket_fd), *args)
@@ -48,12 +48,12 @@ if __name__ == "__main__":
     import importlib.util
     from pathlib import Path
 
-    _path = Path(__file__).resolve().parent.parent / "runtime" / "entry.py"
+    _path = Path(__file__).resolve().parent.parent / "entry.py"
     _spec = importlib.util.spec_from_file_location("_entry", _path)
     assert _spec is not None and _spec.loader is not None
     _entry = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_entry)
     _entry.adopt_package()
-    from pipeline.grammars.entry import main as _main
+    from pipeline.runtime.workers.entry import main as _main
 
     _main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -71,11 +71,12 @@ def send(to: socket.socket, data: bytes) -> None:
 
 def receive(source: socket.socket) -> bytes:
     """The next message. Raises WorkerLostError."""
-    (length,) = LENGTH.unpack(_exactly(source, LENGTH.size))
-    return _exactly(source, length)
+    (length,) = LENGTH.unpack(receive_exactly(source, LENGTH.size))
+    return receive_exactly(source, length)
 
 
-def _exactly(source: socket.socket, num: int) -> bytes:
+def receive_exactly(source: socket.socket, num: int) -> bytes:
+    """That many bytes. Raises WorkerLostError."""
     parts = []
     while num:
         try:

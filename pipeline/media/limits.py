@@ -1,0 +1,12 @@
+"""Limits of clients' images."""
+
+import msgspec
+
+
+class ImageLimits(msgspec.Struct, array_like=True, frozen=True):
+    max_bytes: int = 32 * 1024**2
+    """Of the encoded image."""
+    max_pixels: int = 50_000_000
+
+
+LIMITS = ImageLimits()

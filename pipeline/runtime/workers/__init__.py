@@ -1,0 +1,1 @@
+"""Helper processes of stages, which may be killed: for work whose time or memory a client's bytes choose."""

@@ -1,0 +1,186 @@
+"""Ingest's side: images are decoded in a process, shared, cached, and refused with the name of their field."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from pipeline.media import config as media
+from pipeline.media import images, processors
+from pipeline.media.limits import ImageLimits
+from pipeline.stages.ingest.media import image_decoder
+from pipeline.stages.ingest.media.image_decoder import ImageDecoder
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
+from tests.media.model_files import IDEFICS3
+
+PATIENCE_S = 60.0
+PARAM = "messages[0].content[1]"
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    file = BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    media.save(IDEFICS3.read(tmp_path / "model"), tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+async def decoder(folder: Path) -> AsyncIterator[ImageDecoder]:
+    made = ImageDecoder(folder, limits=ImageLimits(max_pixels=1_000_000), cache_bytes=2**20)
+    async with asyncio.timeout(PATIENCE_S):
+        yield made
+    made.close()
+
+
+def pid_of(decoder: ImageDecoder) -> int:
+    assert decoder._worker is not None
+    return decoder._worker.pid
+
+
+async def rejected(decoder: ImageDecoder, data: bytes) -> str:
+    with pytest.raises(RequestRejected) as caught:
+        await decoder.decode(data, PARAM)
+    failure = caught.value.failure
+    assert (failure.status, failure.param) == (400, PARAM)
+    return failure.message
+
+
+async def test_the_image_is_that_of_the_processor(decoder: ImageDecoder, folder: Path):
+    data = png(300, 200)
+    found = await decoder.decode(data, PARAM)
+    config = media.load(folder)
+    assert config is not None
+    expected = processors.process(images.decode(data), config)
+    assert np.array_equal(found.pixels, expected.pixels)
+    assert (found.grid, found.text, found.run_lengths) == (expected.grid, expected.text, expected.run_lengths)
+    assert not found.pixels.flags.writeable
+
+
+async def test_an_image_is_decoded_once_for_a_scope(decoder: ImageDecoder):
+    data = png(20, 20)
+    first, second = await asyncio.gather(decoder.decode(data, PARAM), decoder.decode(data, PARAM))
+    third = await decoder.decode(data, PARAM)
+    assert first is second is third
+    assert decoder._number == 1
+    other = await decoder.decode(data, PARAM, scope="another")
+    detailed = await decoder.decode(data, PARAM, detail="low")
+    assert len({first.key, other.key, detailed.key}) == 3
+    assert decoder._number == 3
+
+
+async def test_the_cache_has_a_bound(decoder: ImageDecoder):
+    size = (await decoder.decode(png(64, 64), PARAM)).num_bytes
+    for seed in range(1, 2 * 2**20 // size):
+        await decoder.decode(png(64, 64, seed), PARAM)
+    assert 2**20 - size < decoder._cache.num_bytes <= 2**20
+    assert decoder._cache.num_bytes == sum(each.num_bytes for each in decoder._cache._items.values())
+
+
+async def test_a_dropped_image_stays_readable(folder: Path):
+    decoder = ImageDecoder(folder, cache_bytes=0)
+    try:
+        found = await decoder.decode(png(64, 64), PARAM)
+        assert len(decoder._cache) == 0
+        before = found.pixels.copy()
+        await decoder.decode(png(64, 64, seed=1), PARAM)
+        assert np.array_equal(found.pixels, before)
+    finally:
+        decoder.close()
+
+
+async def test_errors_name_the_field(decoder: ImageDecoder):
+    assert await rejected(decoder, b"<svg/>") == (
+        f"the image '{PARAM}' is in no format that is read here: send JPEG, PNG, WebP, GIF or BMP"
+    )
+    assert "has 2000×1000 pixels; the limit is 1000000" in await rejected(decoder, png(2000, 1000))
+    assert "damaged or incomplete" in await rejected(decoder, png(100, 100)[:-100])
+    assert "has 33554433 bytes; the limit is 33554432" in await rejected(decoder, bytes(2**25 + 1))
+    assert (await decoder.decode(png(9, 9), PARAM)).pixels.shape == (17, 3, 64, 64)
+
+
+async def test_without_pillow_there_is_a_clear_error(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(image_decoder, "has_pillow", lambda: False)
+    message = await rejected(decoder, png(9, 9))
+    assert message == "this server can't decode images: it was installed without the extra 'media' (Pillow)"
+
+
+async def test_a_killed_process_is_replaced(decoder: ImageDecoder):
+    await decoder.decode(png(9, 9), PARAM)
+    before = pid_of(decoder)
+    os.kill(before, signal.SIGKILL)
+    await decoder.decode(png(9, 9, seed=1), PARAM)
+    assert pid_of(decoder) != before
+
+
+async def test_a_process_that_dies_with_an_image_is_replaced(decoder: ImageDecoder):
+    await decoder.decode(png(9, 9), PARAM)
+    before = pid_of(decoder)
+    psutil.Process(before).suspend()
+    waiting = asyncio.create_task(decoder.decode(png(9, 9, seed=1), PARAM))
+    while not decoder._answers:
+        await asyncio.sleep(0)
+    os.kill(before, signal.SIGKILL)
+    assert (await waiting).pixels.size
+    assert pid_of(decoder) != before
+
+
+async def test_a_cancelled_image_keeps_its_turn_until_it_is_decoded(decoder: ImageDecoder):
+    await decoder.decode(png(9, 9), PARAM)
+    process = psutil.Process(pid_of(decoder))
+    process.suspend()
+    waiting = asyncio.create_task(decoder.decode(png(9, 9, seed=1), PARAM))
+    while not decoder._answers:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert decoder._gate.num_inside == 1
+    process.resume()
+    while decoder._gate.num_inside:
+        await asyncio.sleep(0.001)
+    assert not decoder._answers
+
+
+async def test_each_key_has_its_share(folder: Path):
+    """One with many images does not keep another from decoding its own."""
+    decoder = ImageDecoder(folder, num_workers=1)
+    try:
+        order: list[str] = []
+
+        async def decode(scope: str, seed: int) -> None:
+            await decoder.decode(png(40, 40, seed), PARAM, scope=scope)
+            order.append(scope)
+
+        await asyncio.gather(*(decode("many", seed) for seed in range(20)), decode("one", 0))
+        assert order.index("one") <= 2
+    finally:
+        decoder.close()
+
+
+async def test_nothing_is_left_open(folder: Path):
+    own = psutil.Process()
+    before = own.num_fds()
+    decoder = ImageDecoder(folder, cache_bytes=0)
+    for seed in range(5):
+        await decoder.decode(png(9, 9, seed), PARAM)
+    await rejected(decoder, b"x")
+    pid = pid_of(decoder)
+    decoder.close()
+    await asyncio.sleep(0)  # the streams' own end
+    assert own.num_fds() <= before + 1
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(RequestRejected, match="could not be decoded in time"):
+        await decoder.decode(png(9, 9, seed=9), PARAM)
