@@ -32,7 +32,7 @@ class ScheduleSettings(Frozen, frozen=True):
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of running sequences.")] = 64
     max_num_batched_tokens: Annotated[
         int, Meta(ge=16, le=2**20, description="Maximum number of tokens in one step.")
-    ] = 96
+    ] = 192
     max_num_prefill_tokens: Annotated[
         int,
         Meta(
@@ -93,8 +93,8 @@ class ScheduleSettings(Frozen, frozen=True):
             ge=0,
             le=1000,
             description="Maximum duration of a step with parts of prompts, as a multiple of its duration without them, "
-            "predicted from earlier steps. Where few sequences decode and many prompts wait, the prompts get "
-            "their share of the time by number, if that is more. 0 is unlimited.",
+            "predicted from earlier steps. Where fewer than 8 sequences decode and many prompts wait, the prompts "
+            "get their share of the time by number, if that is more. 0 is unlimited.",
         ),
     ] = 2.5
     long_prompt_tokens: Annotated[

@@ -7,10 +7,13 @@ Decoding rows come first and are never held back. The rest goes to prompts, in c
     slowdown  while others decode, parts of prompts make a step at most `max_slowdown` times as long, and parts of long
               prompts `long_max_slowdown` times
 
-Sequences whose prompts are not computed get at least the share of a step's time that they have of the open sequences,
-however much that slows the step: the first one that decodes must not hold back the many that arrived with it.
+While few sequences decode, those whose prompts are not computed get at least the share of a step's time that they have
+of the open sequences: the first one that decodes must not hold back the many that arrived with it. The more decode, the
+less each of them may be slowed down for that, down to `max_slowdown` for FEW_DECODES.
 
-The time bounds never cut a chunk below MIN_CHUNK tokens, so prompts progress on a machine of any speed.
+The time bounds never cut the first chunk of a step below MIN_CHUNK tokens, so prompts progress on a machine of any
+speed. A prompt that would lack only a little more is completed (COMPLETION), because another step costs it more. One
+that needs several steps gets chunks of about the same size: these take as many steps as larger ones and a small rest.
 
 Texts of an encoder are not cut: they get all their tokens or none. The first of a step may have more than the budget.
 """
@@ -23,6 +26,12 @@ from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 
 MIN_CHUNK = 16
 """Fewer tokens than this take hardly less time."""
+
+FEW_DECODES = 8
+"""With as many rows that decode, or more, waiting prompts don't raise `max_slowdown`."""
+
+COMPLETION = 0.1
+"""A step may take this share longer than a slowdown allows, if that completes a prompt."""
 
 UNLIMITED = float("inf")
 
@@ -65,16 +74,20 @@ class StepBudget:
         self.tokens = limits.tokens - num_decodes if num_decodes else limits.prefill_tokens or limits.tokens
         self._cost_model = cost_model
         self._held = 0
+        self._held_s = 0.0
         self._long_rank = UNLIMITED
-        self._base_s = 0.0
+        self._base_s = self._completion_s = 0.0
         self._left_s = self._long_left_s = UNLIMITED
         least = min(limits.step_s, limits.max_slowdown, limits.long_max_slowdown)
         self._is_timed = num_decodes > 0 and cost_model.is_known and least < UNLIMITED
         if self._is_timed:
             self._base_s = cost_model.predict(num_decodes, context, 0, 0.0)
-            slowdown = max(limits.max_slowdown, 1 + num_prompts / num_decodes)
+            share = min(1 + num_prompts / num_decodes, limits.max_slowdown * FEW_DECODES / num_decodes)
+            slowdown = max(limits.max_slowdown, share)
             self._left_s = min(limits.step_s - self._base_s, self._base_s * (slowdown - 1))
             self._long_left_s = self._base_s * (limits.long_max_slowdown - 1)
+            limit_s = self._base_s + self._left_s
+            self._completion_s = max(0.0, min(limits.step_s - limit_s, COMPLETION * limit_s))
 
     def hold_for_long(self, rank: int) -> None:
         """Reserve a chunk for the first deferred long prompt, and let no other long prompt of its rank or a higher one
@@ -82,12 +95,19 @@ class StepBudget:
         self._long_rank = rank
         self._held = max(0, min(MIN_CHUNK, (self.tokens + 1) // 2))
         self.tokens -= self._held
+        self._hold_s(self._cost_model.prefill_s(0, self._held))
 
     def release_held(self) -> None:
         """Return the reserved chunk to the budget: it is the deferred prompts' turn."""
         self.tokens += self._held
         self._held = 0
+        self._hold_s(0.0)
         self._long_rank = UNLIMITED
+
+    def _hold_s(self, seconds: float) -> None:
+        """Reserve as much time for deferred prompts, instead of what is reserved now."""
+        self._left_s += self._held_s - seconds
+        self._held_s = seconds
 
     def has_room_for_long(self, rank: int) -> bool:
         """Whether a long prompt of this rank may start."""
@@ -115,22 +135,27 @@ class StepBudget:
         if most <= 0 or not (is_sure or self.has_room(is_long)):
             return 0
         if self._is_timed:
-            most = self._fitting(start, most, is_long, whole=whole)
+            least = MIN_CHUNK if is_sure or not self.shape.num_chunk_tokens else 0
+            most = self._fitting(start, most, is_long, least, whole=whole, completes=most == need)
         self.tokens -= most
         self.shape.add_chunk(start, most, whole=whole)
         return most
 
-    def _fitting(self, start: int, most: int, is_long: bool, *, whole: bool) -> int:
-        """Limit a chunk that is not `whole` to the time that is left, and take its time from the budget."""
+    def _fitting(self, start: int, most: int, is_long: bool, least: int, *, whole: bool, completes: bool) -> int:
+        """Limit a chunk that is not `whole` to the time that is left, but not below `least` tokens, and take its time
+        from the budget. A chunk that `completes` its prompt may take a little longer."""
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
         if left_s < UNLIMITED and not whole:
             shape = self.shape
             fitting = self._cost_model.max_chunk(self._base_s + left_s, shape.num_decodes, shape.context, start, most)
-            if fitting < most:  # the rest of the time is too short for another chunk
-                most = max(fitting, min(most, MIN_CHUNK))
-                self._long_left_s = 0.0
-                if left_s == self._left_s:
-                    self._left_s = 0.0
+            if fitting < most:
+                if not (completes and self._cost_model.prefill_s(start, most) <= left_s + self._completion_s):
+                    even = -(-most // -(-most // fitting)) if completes and fitting else fitting
+                    most = max(even, min(most, least))
+                if most >= fitting:  # the rest of the time is too short for another chunk
+                    self._long_left_s = 0.0
+                    if left_s == self._left_s:
+                        self._left_s = 0.0
         seconds = self._cost_model.prefill_s(start, most)
         self._left_s -= seconds
         self._long_left_s -= seconds

@@ -97,12 +97,67 @@ def test_a_slowdown_limit_applies_to_all_prompts(cost_model: StepCostModel) -> N
 def test_prompts_get_their_share_of_the_open_sequences(cost_model: StepCostModel) -> None:
     """However little the limit leaves them, or the first that decodes would hold back those that came with it."""
     alone_s = cost_model.predict(2, 200, 0, 0)
-    for num_prompts, slowdown in ((1, 2.0), (4, 3.0), (18, 10.0)):
+    for num_prompts, slowdown in ((1, 2.0), (4, 3.0), (18, 8.0)):
         budget = StepBudget(BudgetLimits(1000, max_slowdown=2.0), cost_model, 2, 200, num_prompts)
         count = budget.chunk(0, 500, False)
         assert (
             alone_s + cost_model.prefill_s(0, count) == pytest.approx(slowdown * alone_s, rel=0.2) or count == MIN_CHUNK
         )
+
+
+@pytest.mark.parametrize("num_decodes", [8, 32])
+def test_waiting_prompts_slow_down_many_streams_no_more_than_one_does(
+    cost_model: StepCostModel, num_decodes: int
+) -> None:
+    grants = [
+        StepBudget(BudgetLimits(1000, max_slowdown=2.5), cost_model, num_decodes, 100 * num_decodes, num_prompts)
+        .chunk(0, 500, is_long=False)
+        for num_prompts in (1, 100)
+    ]  # fmt: skip
+    assert grants[0] == grants[1]
+
+
+def test_only_the_first_prompt_of_a_step_gets_more_than_the_time_allows(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(1000, max_slowdown=3.0), cost_model, 20, 2000)
+    alone_s = cost_model.predict(20, 2000, 0, 0)
+    counts = [budget.chunk(0, need, False) for need in (38, 500, 500)]
+    assert counts[0] == 38 and 0 < counts[1] < MIN_CHUNK and counts[2] == 0
+    assert alone_s + cost_model.prefill_s(0, sum(counts)) <= 3.0 * alone_s + 1e-9
+
+
+def test_a_prompt_that_would_lack_little_is_completed(cost_model: StepCostModel) -> None:
+    """Another step costs it more than a tenth of this one."""
+    fitting = StepBudget(BudgetLimits(1000, max_slowdown=3.0), cost_model, 20, 2000).chunk(0, 500, False)
+    alone_s = cost_model.predict(20, 2000, 0, 0)
+    for more, is_completed in ((2, True), (5, True), (12, False)):
+        budget = StepBudget(BudgetLimits(1000, max_slowdown=3.0), cost_model, 20, 2000)
+        count = budget.chunk(0, fitting + more, False)
+        assert count == fitting + more if is_completed else count < fitting
+        assert alone_s + cost_model.prefill_s(0, count) <= 1.1 * 3.0 * alone_s
+        assert budget.has_room(False) != is_completed
+    limit_s = 3.0 * alone_s
+    assert StepBudget(BudgetLimits(1000, limit_s, 3.0), cost_model, 20, 2000).chunk(0, fitting + 2, False) < fitting
+
+
+def test_a_prompt_of_several_steps_gets_chunks_of_about_the_same_size(cost_model: StepCostModel) -> None:
+    limits, counts = BudgetLimits(1000, max_slowdown=3.0), []
+    while sum(counts) < 100:
+        budget = StepBudget(limits, cost_model, 20, 2000)
+        counts.append(budget.chunk(sum(counts), 100 - sum(counts), False))
+    assert counts == [34, 33, 33], "42, 42 and 16 would take as many steps"
+    budget = StepBudget(limits, cost_model, 20, 2000)
+    assert budget.chunk(0, 100, False) == 34 and budget.chunk(0, 5, False) == 5, "others get the rest of the time"
+
+
+def test_short_prompts_leave_time_for_a_deferred_long_one(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(1000, max_slowdown=3.0, long_max_slowdown=2.0), cost_model, 20, 2000)
+    alone_s = cost_model.predict(20, 2000, 0, 0)
+    budget.hold_for_long(0)
+    short = budget.chunk(0, 500, False)
+    budget.release_held()
+    long = budget.chunk(0, 5000, True, is_sure=True)
+    assert short >= MIN_CHUNK and long == MIN_CHUNK
+    assert alone_s + cost_model.prefill_s(0, short + long) == pytest.approx(3.0 * alone_s, rel=0.05)
 
 
 def test_the_limit_of_long_prompts_applies_only_to_them(cost_model: StepCostModel) -> None:
@@ -144,9 +199,9 @@ def test_grants_beyond_the_minimum_are_within_the_limits(
         seconds = base_s + sum(
             cost_model.prefill_s(start, count) for (start, _, _), count in zip(prompts, counts, strict=True)
         )
-        last = max((index for index, count in enumerate(counts) if count), default=0)
-        least_s = cost_model.prefill_s(prompts[last][0], MIN_CHUNK) if prompts else 0
-        assert seconds <= max(min(step_s, base_s * max(max_slowdown, 1 + 1 / num_decodes)), base_s) + least_s + 1e-6
+        least_s = cost_model.prefill_s(prompts[0][0], MIN_CHUNK) if prompts else 0
+        limit_s = base_s * max(max_slowdown, min(1 + 1 / num_decodes, 8 * max_slowdown / num_decodes))
+        assert seconds <= max(min(step_s, 1.1 * limit_s), base_s + least_s) + 1e-6
 
 
 def test_a_sequence_starts_only_if_each_running_one_can_get_its_next_block() -> None:
