@@ -2,14 +2,13 @@
 package's docstring defines the window."""
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Iterator
-from itertools import accumulate, takewhile
+from collections.abc import Awaitable, Callable
 from math import inf
 from time import perf_counter
 
 import msgspec
 
+from pipeline.cli.bench.arrivals import Arrivals
 from pipeline.cli.bench.client import RequestResult
 from pipeline.cli.bench.loop import Generate, Level
 from pipeline.cli.bench.tally import Tally
@@ -20,36 +19,6 @@ arrived) → its result"""
 MAX_STREAM_ERRORS = 10
 """Failed requests in a row of one stream, after which it ends: a server that refuses everything would get requests
 without end."""
-
-
-class Arrivals(msgspec.Struct, frozen=True):
-    """When requests arrive, as `vllm bench serve` has it: the gaps between them have a gamma distribution."""
-
-    request_rate: float
-    """Requests a second; infinite if all arrive at once."""
-    burstiness: float = 1.0
-    """Shape of the distribution: 1 is a Poisson process, less is more bursty, more is more uniform."""
-    max_concurrency: int | None = None
-    """The most requests of them that are open at any time; the others wait in the client, and their TTFT begins when
-    they are sent."""
-
-    def times_s(self, seed: str, *, num_requests: int | None = None, duration_s: float = inf) -> list[float]:
-        """The seconds from the start at which requests arrive: `num_requests` of them, scaled so that the last one
-        arrives after `num_requests / request_rate`, or those within `duration_s`."""
-        if self.request_rate == inf:
-            assert num_requests is not None
-            return [0.0] * num_requests
-        times = accumulate(self._gaps_s(random.Random(seed)))
-        if num_requests is None:
-            return list(takewhile(lambda time_s: time_s < duration_s, times))
-        found = [time_s for time_s, _ in zip(times, range(num_requests), strict=False)]
-        scale = num_requests / self.request_rate / found[-1] if found[-1] > 0 else 1.0
-        return [scale * time_s for time_s in found]
-
-    def _gaps_s(self, drawn: random.Random) -> Iterator[float]:
-        scale_s = 1 / (self.request_rate * self.burstiness)
-        while True:
-            yield drawn.gammavariate(self.burstiness, scale_s)
 
 
 class OpenLoopPlan(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.cli import option_types as types
-from pipeline.cli.bench.open_loop import Arrivals
+from pipeline.cli.bench.arrivals import Arrivals
 from pipeline.cli.bench.tasks import TASKS, TaskName
 from pipeline.config.load import ConfigError
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.cli.bench.arrivals import Arrivals
 from pipeline.cli.bench.client import RequestResult
 from pipeline.cli.bench.loop import Level
 from pipeline.cli.bench.measure import summarize
-from pipeline.cli.bench.open_loop import Arrivals
 from tests.cli.bench.runs import bench
 from tests.cli.fake_server import TEMPLATE_TOKENS, FakeServer
 
