@@ -34,13 +34,13 @@ def check_growth(path: Path, max_bytes: int, where: str) -> None:
     the library can't read is left to it."""
     try:
         parts = msgspec.json.decode(read(path, max_bytes), type=_Parts)
+        growth = _growth(parts.normalizer)
+        num_added = max((_num_added(one) for one in _each(parts.post_processor, "processors")), default=0)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} cannot be read: {error}") from error
-    growth = _growth(parts.normalizer)
     if growth > MAX_GROWTH:
         number = growth if growth < MOST else "more than 10^12"
         raise ModelError(f"{where}: normalizer can make {number} characters of one; at most {MAX_GROWTH} are supported")
-    num_added = max((_num_added(one) for one in _each(parts.post_processor, "processors")), default=0)
     if num_added > MAX_ADDED:
         raise ModelError(
             f"{where}: post_processor adds {num_added} tokens to each text; at most {MAX_ADDED} are supported"
@@ -115,10 +115,14 @@ def _num_added(part: dict[str, Any]) -> int:
     specials, most = part.get("special_tokens"), 0
     if part.get("type") != "TemplateProcessing" or not isinstance(specials, dict):
         return 0
-    sizes = {name: len(one["ids"]) for name, one in specials.items() if isinstance(one, dict) and "ids" in one}
+    sizes = {name: len(ids) for name, one in specials.items() if isinstance(ids := _value(one, "ids"), list)}
     for name in ("single", "pair"):
         pieces = part.get(name)
-        pieces = pieces if isinstance(pieces, list) else []
-        named = (one["SpecialToken"].get("id") for one in pieces if isinstance(one, dict) and "SpecialToken" in one)
-        most = max(most, sum(sizes.get(one, 1) for one in named))
+        ids = [_value(_value(one, "SpecialToken"), "id") for one in (pieces if isinstance(pieces, list) else [])]
+        most = max(most, sum(sizes.get(one, 1) for one in ids if isinstance(one, str)))
     return most
+
+
+def _value(part: Any, key: str) -> Any:
+    """None for what the library can't read either."""
+    return part.get(key) if isinstance(part, dict) else None

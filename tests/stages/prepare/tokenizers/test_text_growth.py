@@ -81,3 +81,34 @@ def test_what_grows_is_refused(tmp_path: Path, parts: dict[str, Any], words: str
 )
 def test_what_models_have_is_taken(tmp_path: Path, parts: dict[str, Any]) -> None:
     check(tmp_path, **parts)
+
+
+TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [SPECIAL], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    "post_processor",
+    [
+        TEMPLATE | {"single": [{"SpecialToken": []}]},
+        TEMPLATE | {"single": [{"SpecialToken": {"id": []}}, None, "a"]},
+        TEMPLATE | {"single": "a", "pair": {"SpecialToken": {}}},
+        TEMPLATE | {"special_tokens": {"a": {"ids": 1}, "b": {"ids": None}, "c": []}},
+        TEMPLATE | {"special_tokens": []},
+        [],
+        1,
+    ],
+)
+def test_what_the_library_can_t_read_is_left_to_it(tmp_path: Path, post_processor: Any) -> None:
+    check(tmp_path, post_processor=post_processor)
+
+
+def test_a_normalizer_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    file, is_refused = tmp_path / "tokenizer.json", []
+    for depth in range(20, 620, 20):
+        begin = '{"type":"Sequence","normalizers":['
+        file.write_text('{"normalizer":' + begin * depth + '{"type":"Lowercase"}' + "]}" * depth + "}")
+        try:
+            check_growth(file, 2**20, "x/tokenizer.json")
+        except ModelError as error:
+            is_refused.append(str(error).startswith("x/tokenizer.json cannot be read: "))
+    assert is_refused and all(is_refused)
