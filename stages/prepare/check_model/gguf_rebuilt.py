@@ -17,9 +17,10 @@ import torch
 
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.pooler import PoolingKind
-from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, ProportionalRope, RopeScaling, YarnRope
+from pipeline.runtime.model.rope import Llama3Rope, LongRope, ProportionalRope
 from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.architectures import architecture_of
+from pipeline.stages.prepare.check_model.gguf_layers import scaling_keys, sizes_by_layer
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES
 from pipeline.stages.prepare.sources.source import ModelError
@@ -70,7 +71,9 @@ def _sizes(ours: ModelConfig) -> dict[str, Any]:
     }
 
 
-OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "qwen3", "qwen3_moe", "glm", "glm4", "gpt_oss", "seed_oss")
+OWN_HEAD_DIM = (
+    *("gemma", "gemma2", "gemma3_text", "gemma4_text", "qwen3", "qwen3_moe", "glm", "glm4", "gpt_oss", "seed_oss"),
+)
 """Architectures whose head_dim has a default of its own."""
 
 
@@ -93,52 +96,16 @@ def _ropes(ours: ModelConfig) -> dict[str, Any]:
     share = {} if not ours.rotary_dim else {"partial_rotary_factor": ours.rotary_dim / ours.head_dim}
     if ours.rotary_dim == 0:
         return {}
-    main = {"rope_theta": ours.rope_theta, **share, **_scaling(ours.rope_scaling)}
+    main = {"rope_theta": ours.rope_theta, **share, **scaling_keys(ours.rope_scaling)}
     long = ours.rope_scaling
     original = {"original_max_position_embeddings": long.original_max_position} if isinstance(long, LongRope) else {}
     if ours.sliding_rope is not None:
-        sliding = {"rope_theta": ours.sliding_rope.theta, **_scaling(ours.sliding_rope.scaling)}
+        sliding = {"rope_theta": ours.sliding_rope.theta, **scaling_keys(ours.sliding_rope.scaling)}
         return {"rope_parameters": {"full_attention": main, "sliding_attention": sliding}}
     without = {}
     if ours.architecture == "smollm3":
         without = {"no_rope_layers": [int(i not in ours.layers_without_rope) for i in range(ours.num_layers)]}
     return {"rope_parameters": main, **original, **without}
-
-
-def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:
-    match scaling:
-        case None:
-            return {"rope_type": "default"}
-        case LinearRope(factor):
-            return {"rope_type": "linear", "factor": factor}
-        case ProportionalRope():
-            return {"rope_type": "proportional", "partial_rotary_factor": scaling.part, "factor": scaling.factor}
-        case Llama3Rope():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_position,
-            }
-        case YarnRope():
-            return {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_max_position,
-                "attention_factor": scaling.magnitude,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
-            }
-        case LongRope():
-            return {
-                "rope_type": "longrope",
-                "short_factor": list(scaling.short_factors),
-                "long_factor": list(scaling.long_factors),
-                "attention_factor": scaling.magnitude,
-                "original_max_position_embeddings": scaling.original_max_position,
-            }
 
 
 def _experts(ours: ModelConfig) -> dict[str, Any]:
@@ -202,6 +169,8 @@ def _own(ours: ModelConfig) -> dict[str, Any]:
                 "attn_logit_softcapping": ours.attention_softcap,
                 "final_logit_softcapping": ours.logit_softcap,
             }
+        case "gemma4_text":
+            return sizes_by_layer(ours)
         case "glm4_moe" | "ernie4_5_moe" if ours.experts is not None:
             return _placed_experts(ours, ours.experts)
         case "granite":
@@ -265,7 +234,7 @@ def load(path: Path, parts: Sequence[Path], ours: ModelConfig) -> Any:
     else:
         model.load_state_dict(state, strict=False)  # without what is tied
         model.tie_weights()
-    if divisors is not None:
+    if divisors is not None and not isinstance(ours.rope_scaling, ProportionalRope):
         for name in ("inv_freq", "original_inv_freq"):
             getattr(model.model.rotary_emb, name).div_(torch.from_numpy(divisors.copy()))
     return model.eval()
@@ -345,7 +314,7 @@ class _Tensors:
         if name.endswith(".sinks"):
             yield f"blk.{name.split('.')[2]}.attn_sinks.weight"
         # BLOOM's tensors have no prefix on the hub, and those of decoders without a head have none.
-        for text in (name, name.removeprefix("transformer."), f"model.{name}"):
+        for text in (name, name.removeprefix("transformer."), f"model.{name}", f"{name}.weight"):  # the last: buffers
             if (found := self._names.get_name(text, try_suffixes=(".weight", ".bias"))) is not None:
                 yield found
 

@@ -79,6 +79,7 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
         is_encoder = known is not None and known.always.get("causal") is False
         is_encoder = is_encoder or bool(config.get("use_bidirectional_attention"))
         changes = shrink(full) | (_encoder_ids(full) if is_encoder else {})
+        config.pop("per_layer_config", None)  # its keys are the numbers of layers
         shrunk = AutoConfig.for_model(kind, **{**config, **changes})
         loader = loader_of(config, is_encoder=is_encoder) or AutoModelForCausalLM
         model = loader.from_config(shrunk, dtype=torch.float32)
@@ -96,6 +97,9 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
             if name.endswith(ROUTERS):
                 # Like a trained router, it is rarely undecided, and then between experts with small weights.
                 parameter.mul_(4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.1)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id, model.generation_config.bos_token_id = EOS_ID, BOS_ID
     model.save_pretrained(folder)
@@ -105,6 +109,23 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
 
 
 def shrink(config: Any) -> dict[str, Any]:
+    """As `_shrink`. Where layers differ, transformers warns of keys that are those of most."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    config.allow_global_per_layer_attribute_access = True
+    try:
+        changes = _shrink(config)
+        if hasattr(config, "num_kv_shared_layers"):
+            changes |= _fewer_sizes(config, changes)
+            del changes["rope_scaling"]  # another name of rope_parameters
+        return changes
+    finally:
+        logging.set_verbosity(level)
+
+
+def _shrink(config: Any) -> dict[str, Any]:
     """The keys of a transformers config to change. Ratios and kinds stay: query heads per KV head, whether
     heads * head_dim is the hidden size, which layers have a window."""
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
@@ -167,6 +188,25 @@ def shrink(config: Any) -> dict[str, Any]:
     if getattr(config, "original_max_position_embeddings", None) is not None:
         changes["original_max_position_embeddings"] = MAX_POSITION if "long_factor" in rope else ORIGINAL_POSITION
     return changes
+
+
+def _fewer_sizes(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes of a model whose layers have different sizes (Gemma 4). Half of the layers read the keys and values
+    of others, if any do; these have layers of all kinds."""
+    num_layers, kinds = changes["num_hidden_layers"], list(config.layer_types)
+    full = config.per_layer_config[kinds.index("full_attention")]
+    found: dict[str, Any] = {"global_head_dim": min(int(full.head_dim), 2 * MAX_HEAD_DIM)}
+    if int(full.num_key_value_heads) != int(config.num_key_value_heads):
+        found["num_global_key_value_heads"] = 1
+    if (shared := int(getattr(config, "num_kv_shared_layers", 0))) > 0:
+        own = num_layers // 2
+        parts = kinds[: len(kinds) - shared], kinds[len(kinds) - shared :]
+        found["layer_types"] = _fewer(parts[0], own) + _fewer(parts[1], num_layers - own)
+        found["num_kv_shared_layers"] = num_layers - own
+    if size := getattr(config, "hidden_size_per_layer_input", 0):
+        found["hidden_size_per_layer_input"] = min(int(size), MAX_HEAD_DIM)
+        found["vocab_size_per_layer_input"] = VOCAB_SIZE
+    return found
 
 
 def _encoder_ids(config: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_the_parts_of_a_gguf_file_are_compared_as_one(tmp_path: Path, capsys: py
     assert gguf.GGUFReader is reader
 
 
-CHECKED = ["mixtral", "gpt-oss", "phi3, longrope"]
+CHECKED = ["mixtral", "gpt-oss", "phi3, longrope", "gemma4"]
 if os.environ.get("PIPELINE_ALL_CASES"):
     CHECKED = [*architectures.CASES]
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config.settings import ExecuteSettings, LoraSettings, Settings
 from pipeline.errors import UserError
+from pipeline.kernels.cpu.isa import available
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import NOTES
 from pipeline.stages.execute.models.limits import require_supported
@@ -23,6 +24,8 @@ from tests.stages.execute.tiny_architectures import GEMMA4, VARIANTS, VOCAB_SIZE
 from tests.stages.prepare import checkpoints
 
 MAX_ERROR = 1e-4
+MAX_NATIVE_ERROR, MAX_WIDE_ERROR = 0.05, 0.02
+"""Of the CPU library, relative to the standard deviation of the logits, and where its activations are float32."""
 NAMES = ["gemma4", "gemma4, dense"]
 
 
@@ -61,6 +64,22 @@ def test_logits_equal_those_in_float64(tmp_path: Path, name: str) -> None:
     assert min(float(logits.std()) for logits in theirs) > 100 * MAX_ERROR
     for (row, end), logits in found.items():
         np.testing.assert_allclose(logits, theirs[row][end - 1], rtol=0, atol=MAX_ERROR, err_msg=str((row, end)))
+
+
+@pytest.mark.parametrize("isa", available())
+def test_each_instruction_set_is_near_them(tmp_path: Path, isa: str) -> None:
+    """With the same rounded weights. Heads of 256 and 512."""
+    name = "gemma4, heads of 512"
+    folder, model = tiny_architectures.write(tmp_path, VARIANTS[name])
+    driver, ids = Driver(folder, settings(dtype="bfloat16", kernels=isa, kv_mib=4)), random_ids(60, 3)
+    driver.step([(0, 0, 60, True)], adds=[row_add(0, ids, driver.take_blocks(60))])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(parameter.bfloat16())
+    (theirs,) = theirs_of(name, tmp_path, model, [ids])
+    error = np.sqrt(np.mean((driver.logits()[0] - theirs[-1].numpy()) ** 2)) / float(theirs[-1].std())
+    assert error < (MAX_WIDE_ERROR if isa in ("avx2", "neon", "portable") else MAX_NATIVE_ERROR)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
