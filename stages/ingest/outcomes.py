@@ -1,5 +1,7 @@
 """What becomes of a prompt: the gateway learns of it, and schedule gets what is to be computed."""
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -7,6 +9,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Failure, Submit
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
+from pipeline.stages.ingest.media.image_cache import DecodedImage
+from pipeline.stages.ingest.media.request_images import media_items
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_preparer import PreparedPrompt
@@ -31,7 +35,14 @@ class Outcomes:
             self.expects_grammars = True
             self._retry_queue.send(self._stage.outbox("schedule"), m.ExpectGrammars())
 
-    def admit(self, processor: PromptProcessor, submit: Submit, began_s: float, prepared: PreparedPrompt) -> None:
+    def admit(
+        self,
+        processor: PromptProcessor,
+        submit: Submit,
+        began_s: float,
+        prepared: PreparedPrompt,
+        images: Sequence[DecodedImage] = (),
+    ) -> None:
         """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises
         RequestRejected."""
         ids, max_tokens = prepared.ids, prepared.max_tokens
@@ -70,6 +81,9 @@ class Outcomes:
             gateway_incarnation=submit.gateway_incarnation,
             cut_positions=prepared.cut_positions,
             scope_id=submit.scope_id,
+            media=media_items(
+                images, prepared.image_runs, lambda pixels: self._stage.arrays.put(pixels, readers=(SCHEDULE,))
+            ),
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 

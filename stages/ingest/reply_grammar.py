@@ -4,6 +4,7 @@ Pure."""
 import msgspec
 
 from pipeline.runtime.messages import ChatPrompt, Failure, GenerationOptions, Grammar, Submit
+from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.reasoning import ReasoningFormat
@@ -47,3 +48,21 @@ def after_reasoning(options: GenerationOptions, tail: str | None, formats: ChatF
         return options
     grammar = formats.after_reasoning(options.compiled_grammar, tail)
     return msgspec.structs.replace(options, compiled_grammar=grammar)
+
+
+def with_calls(
+    submit: Submit, grammar: Grammar, checked: str, formats: ChatFormats, max_bytes: int, breadcrumb: Breadcrumb
+) -> tuple[str, Grammar | None]:
+    """A checked grammar as the one of the answer, and a grammar of tool calls beside it, to be checked too. Raises
+    RequestRejected."""
+    rejected: RequestRejected | None = None
+    outcome, calls = "", None
+    with breadcrumb.at(submit.request_id, submit.attempt):  # a refusal that left this block would leave the breadcrumb
+        try:
+            outcome = as_answer(submit, grammar, checked, formats)
+            calls = calls_beside(submit, formats, max_bytes)
+        except RequestRejected as rejection:
+            rejected = rejection
+    if rejected is not None:
+        raise rejected
+    return outcome, calls

@@ -13,16 +13,16 @@ separate process checks grammars (grammar_checker.py) while their requests wait.
 import asyncio
 import functools
 import time
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
-import numpy as np
 import uvloop
 from tokenizers import Tokenizer
 
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages import Failure, IdsPrompt, Launch, Submit
+from pipeline.runtime.messages import Failure, Launch, Submit
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import read_file
@@ -33,12 +33,13 @@ from pipeline.runtime.transport.async_inbox import AsyncInbox
 from pipeline.stages.ingest import grammar_checker, loop_texts, reply_grammar
 from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
+from pipeline.stages.ingest.media.image_cache import DecodedImage
+from pipeline.stages.ingest.media.request_images import RequestImages
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.outcomes import Outcomes
-from pipeline.stages.ingest.prompts import chat_cuts, prompt_processor
-from pipeline.stages.ingest.prompts.ids import Ids
+from pipeline.stages.ingest.prompts import prompt_preparer, prompt_processor
+from pipeline.stages.ingest.prompts.ids import Ids, given_ids
 from pipeline.stages.ingest.prompts.prompt_cost import cost_bytes
-from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
 from pipeline.stages.ingest.prompts.prompt_preparer import PromptPreparer
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.stages.ingest.retry_queue import RetryQueue
@@ -127,6 +128,7 @@ class IngestStage:
         self._has_states = model.has_states
         self._excluded = generation_config.excluded(stage.settings, stage.model_dir).runs(model.eos_ids)
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
+        self._images = RequestImages(stage.model_dir, f"pipeline: {stage.launch.name} media")
         self._retry_queue = RetryQueue(lambda: stage.replay_context)
         self._metrics = IngestMetrics()
         self._outcomes = Outcomes(stage, self._retry_queue, self._metrics)
@@ -184,20 +186,17 @@ class IngestStage:
             case m.Release():
                 self._stage.arrays.released(message)
             case m.Start(facts):
-                settings = self._stage.settings
-                processor = prompt_processor.load(
+                self._preparer = prompt_preparer.load(
                     self._stage.model_dir,
                     facts,
                     self._tokenizer,
-                    settings.limits,
-                    settings.chat,
+                    self._stage.settings,
+                    self._formats,
                     self._max_new_tokens,
                     excluded=self._excluded,
-                    shows_tools=self._formats.shows_tools,
+                    has_states=self._has_states,
                 )
-                echo = PromptEcho(self._tokenizer)
-                cuts = chat_cuts.of_template(processor.chat_templates, self._tokenizer) if self._has_states else None
-                self._preparer = PromptPreparer(processor, echo, self._formats, cuts)
+                self._images.max_rows = facts.num_encoder_rows
                 self._tasks.create_task(self._loop_texts.measure(self._very_long, self._tokenizer))
                 heap.freeze()
             case m.PeerRestarted():
@@ -280,8 +279,11 @@ class IngestStage:
             self._outcomes.expect_grammars()
             self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, grammar))
             return
+        if submit.images:
+            self._encoding[key] = submit, self._tasks.create_task(self._begin_decoded(key, submit, began_s))
+            return
         try:
-            ids = self._given_ids(submit.prompt) if isinstance(submit.prompt, IdsPrompt) else None
+            ids = given_ids(submit.prompt, self._stage.arrays)
             cost = cost_bytes(submit)
             is_long = not self._loop_texts.may_have(cost)
             if ids is not None and (submit.prompt_options.with_text or submit.prompt_options.with_pieces):
@@ -303,7 +305,9 @@ class IngestStage:
         try:
             outcome: str | RequestRejected
             checked = await self._grammar_checker.check(grammar, submit.scope_id)
-            outcome, calls = self._with_calls(key, submit, grammar, checked)
+            most = self._stage.settings.limits.max_grammar_bytes
+            breadcrumb = self._stage.breadcrumb
+            outcome, calls = reply_grammar.with_calls(submit, grammar, checked, self._formats, most, breadcrumb)
             if calls is not None:
                 others = await self._grammar_checker.check(calls, submit.scope_id)
                 with self._stage.breadcrumb.at(*key):
@@ -323,28 +327,25 @@ class IngestStage:
         self._wait(key, msgspec.structs.replace(submit, options=options))
         self._work_soon()
 
-    def _with_calls(self, key: Key, submit: Submit, grammar: m.Grammar, checked: str) -> tuple[str, m.Grammar | None]:
-        """A checked grammar as the one of the answer, and a grammar of tool calls beside it, to be checked too. Raises
-        RequestRejected."""
-        rejected: RequestRejected | None = None
-        outcome, calls = "", None
-        with self._stage.breadcrumb.at(*key):  # a refusal that left this block would leave the breadcrumb
-            try:
-                outcome = reply_grammar.as_answer(submit, grammar, checked, self._formats)
-                most = self._stage.settings.limits.max_grammar_bytes
-                calls = reply_grammar.calls_beside(submit, self._formats, most)
-            except RequestRejected as rejection:
-                rejected = rejection
-        if rejected is not None:
-            raise rejected
-        return outcome, calls
+    async def _begin_decoded(self, key: Key, submit: Submit, began_s: float) -> None:
+        """Decode the images, then prepare the prompt in a thread."""
+        outcome = await self._images.outcome(submit, self._stage.replay_context)
+        if isinstance(outcome, RequestRejected):
+            self._outcomes.reject(submit, outcome.failure)
+            self._left(key)
+        else:
+            ids = given_ids(submit.prompt, self._stage.arrays)
+            await self._admit_from_thread(key, submit, began_s, ids, outcome)
 
-    async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
+    async def _admit_from_thread(
+        self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None, images: Sequence[DecodedImage] = ()
+    ) -> None:
         assert self._preparer is not None
         cost = MIN_BYTES + cost_bytes(submit) + (0 if ids is None else len(ids) * ID_BYTES)
         threads = self._very_long if cost >= VERY_LONG_BYTES else self._long
         try:
-            work = functools.partial(self._preparer.prepare_in_thread, submit, ids, cost)
+            placed = self._images.in_prompt(images) if images else None
+            work = functools.partial(self._preparer.prepare_in_thread, submit, ids, placed, cost)
             if self._waiting.is_suspect(submit):
                 outcome = await threads.run_alone(work)
             else:
@@ -354,20 +355,19 @@ class IngestStage:
                 try:
                     if isinstance(outcome, RequestRejected):
                         raise outcome
-                    self._outcomes.admit(self._preparer.processor, submit, began_s, outcome)
+                    self._outcomes.admit(self._preparer.processor, submit, began_s, outcome, images)
                 except RequestRejected as rejection:
                     self._outcomes.reject(submit, rejection.failure)
         finally:
-            self._encoding.pop(key, None)
-            if self._waiting.holds:
-                self._waiting.done(key)
-                self._hold_others()
-                self._work_soon()
+            self._left(key)
 
-    def _given_ids(self, prompt: IdsPrompt) -> Ids:
-        if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
-            raise RequestRejected(Failure(400, "the prompt's ids are not packed int32", "prompt"))
-        return self._stage.arrays.take(prompt.ids, np.int32)
+    def _left(self, key: Key) -> None:
+        """A request is encoded, or rejected."""
+        self._encoding.pop(key, None)
+        if self._waiting.holds:
+            self._waiting.done(key)
+            self._hold_others()
+            self._work_soon()
 
     def _abort(self, abort: m.Abort) -> None:
         """Reject a request that is still here. Schedule handles requests that have left, and single sequences."""
@@ -393,5 +393,6 @@ class IngestStage:
         for _, task in self._encoding.values():
             task.cancel()
         self._grammar_checker.close()
+        self._images.close()
         self._retry_queue.close()
         self._inbox.close()

@@ -1,7 +1,7 @@
 """Messages that ingest receives."""
 
 from pipeline.runtime.messages.common import Abort, Message, Ping, Release, Start, Stop
-from pipeline.runtime.messages.requests import GenerationOptions, Prompt, PromptOptions
+from pipeline.runtime.messages.requests import EncodedImage, GenerationOptions, Prompt, PromptOptions
 from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
 
@@ -26,6 +26,8 @@ class Submit(Message, frozen=True, tag="submit"):
     scope_id: str = ""
     """Whose request it is (`api_keys.scope_id`): ingest divides its time fairly among scopes. Empty without API
     keys."""
+    images: list[EncodedImage] = []
+    """Of a chat, in the order of its messages, whose `image_offsets` say where they are."""
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

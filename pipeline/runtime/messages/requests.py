@@ -168,6 +168,16 @@ class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
     """For each image of the message, in order: how many of `parts` are before it."""
 
 
+class EncodedImage(msgspec.Struct, array_like=True, frozen=True):
+    """An image as the client sent it: ingest decodes it."""
+
+    data: bytes
+    """JPEG, PNG, WebP, GIF or BMP"""
+    param: str
+    """The field of the request, for errors."""
+    detail: str = ""
+
+
 class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag="chat"):
     messages: list[ChatMessage]
     add_generation_prompt: bool = True

@@ -1,7 +1,10 @@
 """The images of one chat: they replace the placeholders of the rendered template, and then its row tokens."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
+
+import numpy as np
 
 from pipeline.media import placeholders
 from pipeline.media.config import MediaConfig
@@ -51,3 +54,13 @@ class PromptImages:
             raise RequestRejected(Failure(400, message, "messages")) from error
         remaining = iter(runs)
         return expanded, [[next(remaining) for _ in image.run_lengths] for image in self._images]
+
+    def find(self, ids: Ids) -> list[list[Run]]:
+        """The runs of each image in ids that `expand` has made before. Raises RequestRejected."""
+        at = np.flatnonzero(ids == self._config.row_id)
+        begins = np.concatenate(([0], np.cumsum(self._run_lengths)))
+        if len(at) != begins[-1] or any(at[end - 1] - at[begin] != end - begin - 1 for begin, end in pairwise(begins)):
+            message = f"the prompt's ids have {len(at)} of {self._config.row_token}, and its images other numbers"
+            raise RequestRejected(Failure(400, message, "prompt"))
+        remaining = iter(Run(int(at[begin]), length) for begin, length in zip(begins, self._run_lengths, strict=False))
+        return [[next(remaining) for _ in image.run_lengths] for image in self._images]

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.media.placeholders import Run
+from pipeline.runtime.messages import Failure, IdsPrompt, Prompt
+from pipeline.runtime.transport.arrays import Arrays
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.text.formats.reasoning import ReasoningStage
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -28,3 +31,12 @@ class EncodedPrompt(NamedTuple):
     """How the reply to a chat begins, if it was asked for."""
     image_runs: Sequence[Sequence[Run]] = ()
     """Of each image of a chat: the positions that get rows of embeddings."""
+
+
+def given_ids(prompt: Prompt, arrays: Arrays) -> Ids | None:
+    """The ids that a client has given as its prompt; None for other prompts. Raises RequestRejected."""
+    if not isinstance(prompt, IdsPrompt):
+        return None
+    if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
+        raise RequestRejected(Failure(400, "the prompt's ids are not packed int32", "prompt"))
+    return arrays.take(prompt.ids, np.int32)

@@ -1,12 +1,20 @@
 """Prepares prompts: rendered, tokenized, cut and checked, with what the reply shows of them."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from tokenizers import Tokenizer
+
+from pipeline.config.settings import Settings
+from pipeline.media.placeholders import Run
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages import ChatPrompt, GenerationOptions, IdsPrompt, Submit
+from pipeline.runtime.messages import ChatPrompt, ExecuteFacts, GenerationOptions, IdsPrompt, Submit
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.stages.ingest import reply_grammar
+from pipeline.stages.ingest.media.prompt_images import PromptImages
+from pipeline.stages.ingest.prompts import chat_cuts, prompt_processor
 from pipeline.stages.ingest.prompts.chat_cuts import ChatCuts
 from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
@@ -29,6 +37,8 @@ class PreparedPrompt(NamedTuple):
     pieces: list[bytes] | None
     tail: str | None
     cut_positions: list[int]
+    image_runs: Sequence[Sequence[Run]] = ()
+    """Of each image: where its rows are."""
 
 
 class PromptPreparer:
@@ -43,27 +53,34 @@ class PromptPreparer:
         self._formats = formats
         self._cuts = cuts
 
-    def prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
-        """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRejected, or
-        NeedsTime if it `is_short` but takes long."""
+    def prepare(
+        self, submit: Submit, ids: Ids | None = None, images: PromptImages | None = None, *, is_short: bool = False
+    ) -> PreparedPrompt:
+        """Prepare a prompt, whose ids the client may have given, and whose images are decoded. Runs in any thread.
+        Raises RequestRejected, or NeedsTime if it `is_short` but takes long."""
         prompt, prompt_options = submit.prompt, submit.prompt_options
         tail: str | None = None
         segment_start = submit.options.segment_start
+        image_runs: Sequence[Sequence[Run]] = ()
         if ids is None and submit.options.pooling != m.Pooling.NONE and isinstance(prompt, m.TextPrompt):
             ids, segment_start = self.processor.encode_pooled(submit, is_short=is_short)
         elif ids is None:
             assert not isinstance(prompt, IdsPrompt)
             template_s = submit.template_s or submit.arrival_s
             reasoning = reply_grammar.format_of(submit, self._formats)
-            whole, stage, _ = self.processor.encode(
-                prompt, prompt_options, template_s, is_short=is_short, reasoning=reasoning
+            whole, stage, image_runs = self.processor.encode(
+                prompt, prompt_options, template_s, is_short=is_short, reasoning=reasoning, images=images
             )
             ids = self.processor.cut(whole, submit)
+            if images is not None and len(ids) != len(whole):
+                message = "'truncate_prompt_tokens' can't cut a chat with images"
+                raise RequestRejected(m.Failure(400, message, "truncate_prompt_tokens"))
             if reasoning is not None and stage is not None:
                 is_whole = not prompt_options.truncates_right or len(ids) == len(whole)
                 tail = reasoning.tail_of(stage) if is_whole else ""
         else:
             ids = self.processor.cut(ids, submit)
+            image_runs = () if images is None else images.find(ids)
         max_tokens = self.processor.max_tokens(ids, submit)
         options = self.processor.complete(submit.options, max_tokens, segment_start)
         options = reply_grammar.after_reasoning(options, tail, self._formats)
@@ -77,17 +94,44 @@ class PromptPreparer:
             pieces = self._prompt_echo.pieces(ids.tolist())
         messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
         cut_positions = self._cuts.of(ids, messages) if self._cuts is not None else []
-        return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail, cut_positions)
+        return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail, cut_positions, image_runs)
 
     def prepare_in_thread(
-        self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb
+        self, submit: Submit, ids: Ids | None, images: PromptImages | None, cost: int, breadcrumb: Breadcrumb
     ) -> PreparedPrompt | RequestRejected:
         """The same in a thread, whose `breadcrumb` names the request meanwhile. `cost` is in characters."""
         with breadcrumb.at(submit.request_id, submit.attempt):
             try:
-                return self.prepare(submit, ids)
+                return self.prepare(submit, ids, images)
             except RequestRejected as rejection:
                 return rejection.with_traceback(None)  # which keeps what was encoded
             finally:
                 if cost >= TRIM_CHARS:
                     heap.trim()
+
+
+def load(
+    folder: Path,
+    facts: ExecuteFacts,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    formats: ChatFormats,
+    max_new_tokens: int | None,
+    *,
+    excluded: Sequence[Sequence[int]],
+    has_states: bool,
+) -> PromptPreparer:
+    """That of the model in a prepared folder. `max_new_tokens` and `excluded` are those of `PromptProcessor`;
+    `has_states`: it has recurrent layers."""
+    processor = prompt_processor.load(
+        folder,
+        facts,
+        tokenizer,
+        settings.limits,
+        settings.chat,
+        max_new_tokens,
+        excluded=excluded,
+        shows_tools=formats.shows_tools,
+    )
+    cuts = chat_cuts.of_template(processor.chat_templates, tokenizer) if has_states else None
+    return PromptPreparer(processor, PromptEcho(tokenizer), formats, cuts)

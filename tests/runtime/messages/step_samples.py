@@ -11,6 +11,11 @@ REF = ShmRef("ingest.0", 64, 8192, 3)
 OPTIONS = msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions(max_tokens=16)))
 
 STEP_SAMPLES = {
+    "submit with images": m.Submit(
+        *(7, 1, 0, 1.5, m.ChatPrompt([m.ChatMessage("user", "hi", parts=["hi"], image_offsets=[0, 1])])),
+        m.GenerationOptions(max_tokens=16),
+        images=[m.EncodedImage(b"GIF89a", "messages[0].content[0]", "low"), m.EncodedImage(b"BM", "messages[0]")],
+    ),
     "admit with media": m.Admit(7, 1, 0, 1.5, REF, OPTIONS, media=[m.MediaItem(KEY, [(3, 64), (68, 64)], [1, 2], REF)]),
     "step with media": m.Step(
         *(1, 7, SLOTS, [], SLOTS, SLOTS, REF, SLOTS, SLOTS, b"\x01\x00"),
