@@ -17,6 +17,7 @@ from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.media.model_files import GEMMA3, IDEFICS3, LLAVA, TOKENS
 from tests.stages.ingest import models as tiny
+from tests.stages.ingest.templates.chats import TEMPLATES
 
 SMOLVLM = (
     "<s>{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -159,3 +160,23 @@ def test_a_row_token_in_the_text_is_no_image(tmp_path: Path):
     config = LLAVA.read(tmp_path)
     with pytest.raises(RequestRejected, match="the chat has <image> as text"):
         PromptImages(config, [Placed("<image>", 3)]).expand(np.array([config.row_id, config.row_id], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "placeholder"),
+    [
+        ("gemma3", "<start_of_image>"),
+        ("mistral3", "[IMG]"),
+        ("ministral3", "[IMG]"),
+        ("qwen3.5", "<|vision_start|><|image_pad|><|vision_end|>"),
+        ("llama4", "<|image|>"),
+        ("gemma4", "<|image|>"),
+    ],
+)
+def test_real_templates_write_a_placeholder_for_each_image(name: str, placeholder: str, tmp_path: Path):
+    processor = load(tmp_path, (TEMPLATES / f"{name}.jinja").read_text("utf-8"), max_model_len=2000)
+    prompt = user("first", "second", at=[0, 1])
+    text = processor.chat_templates.text(prompt, max_chars=10_000, now_s=None, is_short=False)
+    before, between, _ = text.split(placeholder)
+    assert "first" in between and "second" not in between
+    assert "first" not in before
