@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeline.runtime.log.log_handler import LogHandler
 from pipeline.runtime.log.printable import bounded, json_printable, printable
 
 LogFormat = Literal["text", "json"]
@@ -104,7 +105,7 @@ def of_model(stage: str, model: str) -> str:
 
 def open_log(stage: str, level: str, log_format: LogFormat = "text") -> logging.Logger:
     """Set up the process's logger on standard error. Call it once per process."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(stage) if log_format == "json" else KeyValueFormatter(stage))
     log = logging.getLogger("pipeline")
     log.handlers = [handler]

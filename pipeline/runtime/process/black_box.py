@@ -9,13 +9,13 @@ the work raises: then it stays, as after a kill. The suspects are the requests o
 import logging
 import mmap
 import os
-import sys
 import time
 from array import array
 from collections.abc import Collection
 from struct import Struct
 from typing import NamedTuple
 
+from pipeline.runtime.log.log_handler import LogHandler
 from pipeline.runtime.messages.lifecycle import BlackBox
 from pipeline.shm import segment
 
@@ -110,20 +110,13 @@ class SuspectList:
 
 
 class LogRing:
-    """A stream for log lines that keeps the last `LOG_BYTES` and passes all on to standard error."""
+    """Keeps the last `LOG_BYTES` of the log lines."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         (self._position,) = _POSITION.unpack_from(memory, _POSITION_AT)
 
-    def write(self, text: str) -> None:
-        self._keep(text.encode("utf-8", "replace"))
-        sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-    def _keep(self, data: bytes) -> None:
+    def keep(self, data: bytes) -> None:
         self._position += max(0, len(data) - LOG_BYTES)
         data = data[-LOG_BYTES:]
         offset = self._position % LOG_BYTES
@@ -137,8 +130,8 @@ class LogRing:
 def keep_lines(log: logging.Logger, memory: memoryview) -> None:
     """Keep the last lines of a process's log, which `open_log` has set up."""
     for handler in log.handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(LogRing(memory))
+        if isinstance(handler, LogHandler):
+            handler.keep = LogRing(memory).keep
 
 
 # ------------------------------------------------------------------------------------------- read by the supervisor

@@ -70,7 +70,7 @@ def test_a_report_has_what_the_process_left(
     assert box is not None
     memory = black_box.attach(box)
     black_box.Breadcrumb(memory).at(0x1F3A, 2)
-    black_box.LogRing(memory).write("the last line\n")
+    black_box.LogRing(memory).keep(b"the last line\n")
     os.write(box.stacks_fd, b"Fatal Python error: Aborted\n")
     os.write(box.recording_fd, b"a recording")
     folder = Path(died(settings_of(tmp_path), boxes)["report"])
