@@ -12,7 +12,7 @@ import msgspec
 from pipeline.runtime.model.model_config import Activation, ModelConfig, NormKind
 from pipeline.runtime.model.model_folder import VISION, read_file
 
-Positions = Literal["table", "buckets"]
+Positions = Literal["table", "buckets", "rope"]
 
 
 class Pixels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +39,9 @@ class Projector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     merge: int = 1
     """The side of the squares of patches whose hidden states lie side by side in a row: those of the first line from
     left to right, then those of the next one."""
+    by_number: bool = False
+    """Whether the first matrix has its inputs in another order: the first number of all patches of a square, then the
+    second one of all."""
     mean: int = 1
     """The side of the squares of patches whose hidden states become their mean."""
     norm: NormKind | None = None
@@ -80,7 +83,9 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Whether the first position is that of a token which stands for the whole image. It makes no row."""
     positions: Positions = "table"
     """"table": images have `image_size`, and patch i the row i of the table, behind that of the class token.
-    "buckets": the sides of images are cut into as many equal parts as the table has; images may be smaller."""
+    "buckets": the sides of images are cut into as many equal parts as the table has; images may be smaller. "rope":
+    there is no table; of the pairs of a head's dimensions, one half rotates by the line of a patch and the other one by
+    its column, each with every second frequency (Pixtral). Images may be smaller."""
     pixels: Pixels
     projector: Projector
     anyres: Anyres | None = None

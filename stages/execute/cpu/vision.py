@@ -173,7 +173,11 @@ class VisionEncoder:
             end = begin + tile.num_tokens
             self._patches.pixels[begin : begin + class_token] = CENTER
             self._patches.pixels[begin + class_token : end] = cut(tile.pixels, vision.patch_size)
-            np.take(self._positions, position_rows(vision, *tile.grid), axis=0, out=residual[begin:end])
+            rows = position_rows(vision, *tile.grid)
+            if vision.positions == "rope":
+                self._inputs.positions[begin:end], residual[begin:end] = rows, self._positions
+            else:
+                np.take(self._positions, rows, axis=0, out=residual[begin:end])
             begin = end
 
 

@@ -42,10 +42,13 @@ def rows_of(x: FloatArray, grid: tuple[int, int], projector: Projector, norm: No
 
 
 def position_rows(vision: VisionConfig, lines: int, columns: int) -> LongArray:
-    """The row of each token of an image in the table of positions."""
+    """The row of each token of an image in the table of positions, or in that of angles."""
     if vision.positions == "table":
         return np.arange(lines * columns + vision.class_token, dtype=np.int64)
     side = vision.side
+    if vision.positions == "rope":
+        every: LongArray = (np.arange(lines)[:, None] * side + np.arange(columns)).reshape(-1)
+        return every
     of_lines, of_columns = _buckets(lines, side), _buckets(columns, side)
     rows: LongArray = (of_lines[:, None] * side + of_columns).reshape(-1)
     return rows

@@ -18,6 +18,7 @@ from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.layers.rope import rope_frequencies
 from pipeline.stages.execute.program import AnyMatrix, AttentionWeights, Linear, Norm
 from pipeline.stages.execute.vision.builder import PatchWeights, ProjectorMatrix, TowerBuilder
 from pipeline.stages.execute.weights import Weights, converted
@@ -45,6 +46,8 @@ def build(
     config, computed = vision.encoder, computed_config(vision)
     patches = _patch_weights(vision, weights, to)
     program.patches(patches)
+    if vision.positions == "rope":
+        program.rotate(*rope_tables(vision))
     for i in range(config.num_layers):
         attention = attention_weights(config, weights, i)
         if computed is not config:
@@ -75,6 +78,8 @@ def _patch_weights(vision: VisionConfig, weights: Weights, to: FloatFormat) -> P
 
 def _positions(vision: VisionConfig, weights: Weights, patch_bias: FloatArray) -> FloatArray:
     """A class token also gets its embedding, and loses the bias that all tokens get."""
+    if vision.positions == "rope":
+        return np.zeros((1, vision.encoder.hidden_size), np.float32)
     table = weights.floats("vision.positions.weight", (vision.encoder.max_position, vision.encoder.hidden_size))
     if vision.class_token:
         embedding = weights.vector("vision.class.weight", vision.encoder.hidden_size)
@@ -98,13 +103,28 @@ def newline_of(vision: VisionConfig, weights: Weights) -> FloatArray | None:
     return None if vision.anyres is None else np.asarray(weights.vector("vision.newline.weight", vision.hidden_size))
 
 
+def rope_tables(vision: VisionConfig) -> tuple[FloatArray, FloatArray]:
+    """Cosines and sines of each patch of the largest image, line by line: [patches, head_dim / 2] float32 each, zeros
+    and ones for the padding of heads."""
+    config, side = vision.encoder, vision.side
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, None).astype(np.float64)
+    lines, columns = np.divmod(np.arange(side**2), side)
+    angles = np.zeros((side**2, computed_config(vision).head_dim // 2))
+    both = np.outer(lines, frequencies[::2]), np.outer(columns, frequencies[1::2])
+    angles[:, : len(frequencies)] = np.concatenate(both, axis=1)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
 def _projector(vision: VisionConfig, weights: Weights) -> tuple[ProjectorMatrix, ...]:
     width, found = vision.encoder.hidden_size * vision.projector.merge**2, []
     for i, matrix in enumerate(vision.projector.matrices):
         name, outputs = f"vision.projector.{i}", matrix.num_outputs
         bias = weights.vector(f"{name}.bias", outputs) if matrix.bias else None
-        linear = Linear((weights.matrix(f"{name}.weight", outputs, width),), bias)
-        found.append(ProjectorMatrix(linear, matrix.activation))
+        stored = weights.matrix(f"{name}.weight", outputs, width)
+        if i == 0 and vision.projector.by_number:
+            order = np.arange(width).reshape(vision.encoder.hidden_size, -1).T.reshape(-1)
+            stored = _take(stored, order, rows=False)
+        found.append(ProjectorMatrix(Linear((stored,), bias), matrix.activation))
         width = outputs
     return tuple(found)
 

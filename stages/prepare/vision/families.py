@@ -154,6 +154,8 @@ def _idefics3(source: Source) -> VisionConfig:
 
 def _llava(source: Source) -> VisionConfig:
     """LLaVA 1.5 and LLaVA-OneVision."""
+    if VisionKeys(source.vision_config, {}).get("model_type", str) == PIXTRAL:
+        return _pixtral(source)
     anyres = Anyres(max_tiles=source.media.max_tiles) if isinstance(source.media, LlavaOnevision) else None
     kind = source.kind(CLIP if anyres is None else SIGLIP_KIND, DEFAULTS)
     keys, config, is_clip = VisionKeys(source.vision_config, DEFAULTS[kind]), source.config, kind == CLIP
@@ -216,7 +218,75 @@ def _gemma3(source: Source) -> VisionConfig:
     return VisionConfig(encoder=encoder, projector=projector, **fields)
 
 
-CLIP, SIGLIP_KIND = "clip_vision_model", "siglip_vision_model"
+def _pixtral(source: Source) -> VisionConfig:
+    """Mistral 3, and LLaVA with Pixtral."""
+    source.kind(PIXTRAL, [PIXTRAL])
+    keys, config, hidden = VisionKeys(source.vision_config, PIXTRAL_DEFAULTS), source.config, source.text.hidden_size
+    merges = config.get("model_type", str) == "mistral3"
+    bias = config.flag("multimodal_projector_bias", not merges)
+    matrices = [
+        Matrix(num_outputs=hidden, bias=bias, activation=activation_of(config, "projector_hidden_act", "gelu")),
+        Matrix(num_outputs=hidden, bias=bias),
+    ]
+    names = ["linear_1", "linear_2"]
+    merge = config.count("spatial_merge_size", 2) if merges else 1
+    if merges:
+        matrices, names = (
+            [Matrix(num_outputs=keys.count("hidden_size")), *matrices],
+            ["patch_merger.merging_layer", *names],
+        )
+    layout = Layout(
+        "vision_tower.transformer.layers.{}.",
+        {f"vision.projector.{i}": Piece(f"multi_modal_projector.{name}") for i, name in enumerate(names)}
+        | PIXTRAL_PIECES,
+    )
+    rope = keys.get("rope_parameters", dict, {})
+    others = {
+        "num_layers": _num_layers(keys, config, -1),
+        "norm": "rms",
+        "norm_bias": False,
+        "rms_norm_eps": 1e-5,
+        "gated": True,
+        "embedding_norm": True,
+        "rope_theta": Keys(rope, {}, {}).number("rope_theta", keys.number("rope_theta", 10000.0)),
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), False),
+    }
+    projector = Projector(
+        merge=merge,
+        by_number=merges,
+        norm="rms" if merges else None,
+        norm_eps=source.text.rms_norm_eps,
+        matrices=matrices,
+    )
+    return VisionConfig(
+        encoder=layers_of(keys, source, layout, **others),
+        final_norm=False,
+        patch_bias=False,
+        positions="rope",
+        projector=projector,
+        **patch_fields(keys, source),
+    )
+
+
+CLIP, SIGLIP_KIND, PIXTRAL = "clip_vision_model", "siglip_vision_model", "pixtral"
+PIXTRAL_PIECES = {
+    **{f"self_attn.{name}_proj": Piece(f"attention.{name}_proj") for name in "qkvo"},
+    **{f"mlp.{name}_proj": Piece(f"feed_forward.{name}_proj") for name in ("gate", "up", "down")},
+    "input_layernorm": Piece("attention_norm"),
+    "post_attention_layernorm": Piece("ffn_norm"),
+    "vision.patches": Piece("vision_tower.patch_conv"),
+    "model.embed_norm": Piece("vision_tower.ln_pre"),
+    "vision.projector.norm": Piece("multi_modal_projector.norm"),
+}
+PIXTRAL_DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 1024,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+}
 BASE = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -237,5 +307,6 @@ FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
     "llava": _llava,
     "llava_onevision": _llava,
     "gemma3": _gemma3,
+    "mistral3": _pixtral,
 }
 """By `model_type` of config.json. They raise ConfigFault and NotServed."""

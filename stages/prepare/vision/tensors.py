@@ -24,7 +24,7 @@ def tower_shapes(vision: VisionConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"vision.patches.weight": (hidden, vision.num_channels, size, size)}
     if vision.patch_bias:
         shapes["vision.patches.bias"] = (hidden,)
-    if config.max_position:
+    if vision.positions != "rope":
         shapes["vision.positions.weight"] = (config.max_position, hidden)
     if vision.class_token:
         shapes["vision.class.weight"] = (hidden,)

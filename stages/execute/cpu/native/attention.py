@@ -80,6 +80,10 @@ class NativeAttention:
         self._calibrated: list[CalibratedLayer] = []
         self._plans: dict[tuple[int, int, int, Heads], int] = {}
 
+    def rotate(self, cos: int, sin: int) -> None:
+        """Queries and keys of the layers behind turn by angles at these addresses, whatever rope they have."""
+        self._angles = dict.fromkeys(self._angles, (cos, sin))
+
     def emit(
         self,
         weights: AttentionWeights,

@@ -62,6 +62,15 @@ class TorchAttention:
             self._calls.add(self._ops.rotary_angles, cos, sin, self._calls.positions, frequencies, magnitudes)
             self._angles[key] = cos, sin
 
+    def rotate(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Queries and keys of the layers behind turn by these angles, [positions, head_dim], whatever rope they have.
+        The first half of `sin` has the other sign."""
+        calls = self._calls
+        found = tuple(calls.buffer(table.shape[1], dtype=torch.float32) for table in (cos, sin))
+        for buffer, table in zip(found, (cos, sin), strict=True):
+            calls.add(self._ops.take_rows, buffer, table, calls.positions)
+        self._angles = dict.fromkeys(self._angles, (found[0], found[1]))
+
     def layer(self, weights: AttentionWeights, index: int) -> TorchLayer:
         """The layer with this number."""
         heads = weights.heads

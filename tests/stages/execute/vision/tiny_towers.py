@@ -74,6 +74,17 @@ def _tiles(model: Any, pixels: torch.Tensor) -> torch.Tensor:
     return torch.stack(list(model.get_image_features(pixels).pooler_output))
 
 
+def _of_sizes(model: Any, pixels: torch.Tensor) -> torch.Tensor:
+    sizes = torch.tensor([pixels.shape[2:]] * len(pixels))
+    found = model.get_image_features(pixels, sizes)
+    return torch.cat(list(found.pooler_output))
+
+
+def _of_sizes_llava(model: Any, pixels: torch.Tensor) -> torch.Tensor:
+    sizes = torch.tensor([pixels.shape[2:]] * len(pixels))
+    return torch.cat(list(model.get_image_features(pixels, image_sizes=sizes).pooler_output))
+
+
 def _processor(kind: str, **others: Any) -> dict[str, Any]:
     size = {"height": 48, "width": 48}
     return {"image_processor_type": f"{kind}ImageProcessor", "size": size, "crop_size": size, **others}
@@ -111,6 +122,22 @@ VARIANTS: dict[str, Variant] = {
         {"text_config": {**TEXT, "model_type": "gemma3_text", "head_dim": 16}, "mm_tokens_per_image": 4},
         theirs=_tiles,
         processor=_processor("Gemma3"),
+    ),
+    "mistral3": Variant(
+        "mistral3",
+        {**SIGLIP, "model_type": "pixtral", "hidden_act": "silu"},
+        {"text_config": {**TEXT, "model_type": "mistral"}},
+        theirs=_of_sizes,
+        sizes=((48, 48), (16, 48), (32, 16)),
+        processor=_processor("Pixtral"),
+    ),
+    "llava, pixtral, padded heads": Variant(
+        "llava",
+        {**SIGLIP, "model_type": "pixtral", "num_attention_heads": 2},
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        theirs=_of_sizes_llava,
+        sizes=((48, 48), (8, 40)),
+        processor=_processor("Pixtral"),
     ),
 }
 """Those whose rows are the rows of the tiles."""
