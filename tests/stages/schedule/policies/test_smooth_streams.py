@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from pipeline.cli.bench.measure import Distribution
@@ -21,14 +22,14 @@ STREAM_TOKENS = 900
 
 def profile_of(model: str) -> ReplicaProfile:
     schedule = Settings().schedule
-    return ReplicaProfile(
-        **COSTS[model],
+    profile = ReplicaProfile(
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
         long_prompt_tokens=schedule.long_prompt_tokens,
         prompt_max_slowdown=schedule.prompt_max_slowdown,
         long_prompt_max_slowdown=schedule.long_prompt_max_slowdown,
     )
+    return msgspec.structs.replace(profile, **COSTS[model])
 
 
 class Streams:
