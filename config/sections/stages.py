@@ -302,6 +302,15 @@ class ExecuteSettings(Frozen, frozen=True):
         int,
         Meta(ge=65536, le=MAX_BYTES, description="Shared memory for step results on their way back, in bytes."),
     ] = 4 * 1024**2
+    encoder_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="Memory for the rows of embeddings that a model makes of images, in bytes. Each image must fit "
+            "into it. With 0, images are refused, and the model's vision tower is not loaded. Only on CPUs.",
+        ),
+    ] = 0
 
     @property
     def num_ranks(self) -> int:

@@ -1,20 +1,26 @@
 // Writes the embeddings of a step's ids to the float32 residual, and adds learned positions. A tied embedding reads the head's packed weights.
+// An id ~i stands for row i of the encoder cache.
 #pragma once
 
 #include "step.h"
 
 class Embed final : public Op {
    public:
-    // The table has the rows of the ids from `first` to before `end`. Tokens with other ids are other ranks'.
-    Embed(float* residual, const Matrix& table, float scale = 1.0f, int first = 0, int end = INT32_MAX)
-        : Op("embed"), residual_(residual), table_(table), scale_(scale), first_(first), end_(end) {}
+    // The table has the rows of the ids from `first` to before `end`. Tokens with other ids are other ranks'; the first
+    // one has `encoded`, the rows of the encoder cache, or null.
+    Embed(float* residual, const Matrix& table, float scale, const float* encoded, int first = 0, int end = INT32_MAX)
+        : Op("embed"), residual_(residual), table_(table), scale_(scale), encoded_(encoded), first_(first), end_(end) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
 
     void tile(const Step& step, int token, const Scratch&) override {
         const int id = int(step.ids[token]);
-        if (id < first_ || id >= end_) return;
         float* to = residual_ + size_t(token) * table_.depth;
+        if (id < 0 && encoded_) {
+            std::memcpy(to, encoded_ + size_t(~id) * table_.depth, size_t(table_.depth) * 4);
+            return;
+        }
+        if (id < first_ || id >= end_) return;
         unpack(table_, id - first_, to);
         if (scale_ != 1.0f)
             for (int i = 0; i < table_.depth; i++) to[i] *= scale_;
@@ -26,6 +32,7 @@ class Embed final : public Op {
     float* const residual_;
     const Matrix table_;
     const float scale_;
+    const float* const encoded_;
     const int first_, end_;
 };
 
@@ -40,7 +47,7 @@ class AddPositions final : public Op {
     size_t scratch_bytes() const override { return size_t(table_.depth) * 4; }
 
     void tile(const Step& step, int token, const Scratch& scratch) override {
-        if (step.ids[token] < first_ || step.ids[token] >= end_) return;
+        if (step.ids[token] >= end_ || (step.ids[token] < first_ && (first_ || step.ids[token] >= 0))) return;
         float* row = reinterpret_cast<float*>(scratch.memory);
         unpack(table_, int(rows_[token]) + offset_, row);
         float* to = residual_ + size_t(token) * table_.depth;

@@ -41,7 +41,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 31
+ABI_VERSION = 32
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -70,7 +70,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "activation_rows": (c_int, [c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),
     "program_delete": (None, [c_void_p]),
-    "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_float]),
+    "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_float, c_void_p]),
     "program_positions": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_int, c_void_p]),
     "program_patches": (None, [c_void_p, NativeRows, c_void_p, c_int]),
     "program_any_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeNorm), c_int, c_int]),

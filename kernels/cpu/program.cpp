@@ -26,7 +26,7 @@
 
 extern "C" {
 
-int abi_version() { return 31; }
+int abi_version() { return 32; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -107,8 +107,9 @@ Program* program_new(ThreadPool* thread_pool, const Step* step) { return new Pro
 void program_delete(Program* program) { delete program; }
 
 // With a part of the vocabulary, `table` has the rows of its ids, and other ranks compute the tokens with other ids.
-void program_embed(Program* program, float* residual, const Matrix* table, float scale) {
-    program->add<Embed>(residual, *table, scale, program->vocab.first, program->vocab.end());
+// `encoded` are the rows of the encoder cache, or null.
+void program_embed(Program* program, float* residual, const Matrix* table, float scale, const float* encoded) {
+    program->add<Embed>(residual, *table, scale, encoded, program->vocab.first, program->vocab.end());
 }
 
 void program_positions(Program* program, float* residual, const Matrix* table, int offset,

@@ -49,6 +49,8 @@ class Sampled(NamedTuple):
     """Of one of its passes."""
     elsewhere_s: float = 0.0
     """Time in which other stages of a pipeline have computed the step, less that in which this one waited for them."""
+    encode_s: float = 0.0
+    """Time of the step's encodes."""
 
 
 class StepTiming(NamedTuple):
@@ -103,6 +105,7 @@ class Publisher:
             compute_s=compute_s,
             wait_s=times.wait_s,
             copy_s=sampled.copy_s,
+            encode_s=sampled.encode_s,
             token_outputs=put(sampled.token_outputs) if len(sampled.token_outputs) else b"",
             prompt_logprobs=put(sampled.prompt_logprobs) if len(sampled.prompt_logprobs) else b"",
             errors=list(sampled.errors),

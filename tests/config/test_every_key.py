@@ -200,6 +200,9 @@ EFFECTS = {
     "execute.all_reduce": f"{CUDA_RANKS}::test_two_processes_exchange_sums_in_symmetric_memory",
     "execute.barrier_timeout_s": f"{RANKS}::test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced",
     "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
+    "execute.encoder_cache_bytes": (
+        "tests/stages/execute/vision/test_encodes.py::test_the_number_of_rows_is_that_of_the_setting"
+    ),
     "execute.arena_bytes": f"{SERVER}::test_the_admin_listener_s_address_and_the_sizes_of_arenas_are_set",
     "detokenize.replicas": REPLICAS,
     "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_limits_the_start",

@@ -53,7 +53,7 @@ struct Library {
     int (*activation_rows)(int);
     Program* (*program_new)(ThreadPool*, const Step*);
     void (*program_delete)(Program*);
-    void (*embed)(Program*, float*, const Matrix*, float);
+    void (*embed)(Program*, float*, const Matrix*, float, const float*);
     void (*norm)(Program*, Rows, int, const float*, const float*, int, float, int);
     void (*quantize)(Program*, Rows, int, const float*, int);
     void (*qkv)(Program*, Rows, const Product*, int, int, const KV*, const float*, const float*, const HeadNorms*,
@@ -165,7 +165,7 @@ class Model {
         const bool floats = form != ActivationForm::PLAIN;
         program = library.program_new(pool, &step);
         const Matrix* table = matrix(c.head, VOCAB, c.hidden, false);
-        library.embed(program, residual, table, 1.0f);
+        library.embed(program, residual, table, 1.0f, nullptr);
         const float *cos = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         const float *sin = numbers(size_t(MAX_LENGTH) * c.head_dim / 2, 0, 1);
         for (int layer = 0; layer < NUM_LAYERS; layer++) {

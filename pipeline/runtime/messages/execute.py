@@ -45,6 +45,8 @@ class EncodeJob(msgspec.Struct, array_like=True, frozen=True):
     """uint8"""
     request_id: int = 0
     """Only for traces."""
+    shape: list[int] = []
+    """Of the pixels."""
 
 
 class Step(Message, frozen=True, tag="step"):

@@ -228,6 +228,8 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     """How the pixels are arranged, as the model family's encoder defines it."""
     pixels: Array
     """uint8"""
+    shape: list[int] = []
+    """Of the pixels."""
 
     @property
     def num_rows(self) -> int:

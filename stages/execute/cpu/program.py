@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile
@@ -43,6 +43,9 @@ class ProgramPlan:
     """With these, it computes a rank's share, and meets the others at barriers."""
     part: Part | None = None
     """Its layers; None: all."""
+    encoded: FloatArray | None = None
+    """The rows of the encoder cache, float32 [rows, hidden_size], which negative ids stand for: ~i for row i. None: no
+    id is negative, or this rank is not the first."""
     link: "PPLink | None" = None
     """To the other stages of a pipeline: it shows there how far it is."""
 

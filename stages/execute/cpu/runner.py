@@ -20,6 +20,8 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu import backend
+from pipeline.stages.execute.cpu.drafts.load import load_proposer
+from pipeline.stages.execute.cpu.encodes import load_encodes
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.precision import with_activations
@@ -29,9 +31,8 @@ from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
 from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, pool_tokens, score_prompts, with_embeddings
 from pipeline.stages.execute.cpu.states import StateSlots
 from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
-from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS
-from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv, require_room, state_slot_bytes
+from pipeline.stages.execute.kv import divide_swap, layout_of, plan_kv, require_room, state_slot_bytes
 from pipeline.stages.execute.models.limits import require_supported
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import LogitArray
@@ -95,7 +96,9 @@ class CpuRunner(Runner):
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv)
         self._make_rows(largest, kv, *((0, 0) if swapped is None else map(len, swapped)))
-        self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens)
+        self._encodes, num_rows = load_encodes(settings, model_dir, library, context)
+        facts = self.facts
+        self.facts = msgspec.structs.replace(facts, max_num_prefill_tokens=max_num_tokens, num_encoder_rows=num_rows)
         max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
         num_groups = len(kv.layout.groups)
@@ -116,6 +119,7 @@ class CpuRunner(Runner):
             kv=replace(kv, layout=kv_layout_of(kv.layout, part), touches=not kept.wakes),
             num_threads=threads_of(settings),
             swap=swapped and swapped.blocks,
+            encoded=None if self._encodes is None else self._encodes.rows,
             panels=panels,
             lora=LoraPlan.of(settings),
             ranks=ranks,
@@ -130,7 +134,9 @@ class CpuRunner(Runner):
         self._make_changes(
             config,
             self.program.last_norm if part.is_last else None,
-            lambda: self._proposer_of(settings, kv, plan.num_threads, weights),
+            lambda: load_proposer(
+                settings, self.rows, kv, plan.num_threads, (config, weights, self.program, self._library)
+            ),
         )
         self.kernels: str = "torch" if library is None else library.isa
         self.code = backend.code_of_torch() if library is None else library.code
@@ -138,17 +144,6 @@ class CpuRunner(Runner):
         self.states = StateSlots(self.program, kv.num_state_slots, swapped) if config.has_states else None
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
-
-    def _proposer_of(self, settings: Settings, kv: KVPlan, num_threads: int, weights: Weights) -> Proposer | None:
-        """What proposes ids; None for n-grams."""
-        if settings.speculative.method == "ngram":
-            return None
-        from pipeline.stages.execute.cpu.drafts.draft_model import load_proposer
-        from pipeline.stages.execute.cpu.drafts.eagle import Target
-
-        return load_proposer(
-            settings, self.rows, kv, num_threads, Target(self._config, weights, self.program, self._library)
-        )
 
     def _drop_drafts(self, rows: IntArray) -> None:
         super()._drop_drafts(rows)
@@ -190,9 +185,9 @@ class CpuRunner(Runner):
     def _close_device(self) -> None:
         if self._compiling is not None:
             compile_ahead.end(self._compiling)
-        self.program.close()
-        if self._link is not None:
-            self._link.close()
+        for one in (self.program, self._encodes, self._link):
+            if one is not None:
+                one.close()
 
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
         """Compute one step. Errors of the model or of an invalid plan propagate and end the stage. `clock` times the
@@ -212,7 +207,11 @@ class CpuRunner(Runner):
             self._pipeline.await_ids(rows)
         if self.states is not None:
             self.states.fill(self.inputs, step, take, starts, counts, self.rows.ended[rows])
+        if (encodes := self._encodes) is not None:
+            with self._busy():
+                encodes.encode(step, take, clock)
         sampled = self._step_rows(rows, starts, counts, samples, drafts, num_copies, copy_s)
+        sampled = sampled if encodes is None else sampled._replace(encode_s=encodes.seconds)
         if self._pipeline is not None:
             self._pipeline.end(rows[samples], sampled.ids)
             sampled = sampled._replace(elsewhere_s=self._pipeline.elsewhere_s)
@@ -270,6 +269,8 @@ class CpuRunner(Runner):
             positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
             entry = rows[repeated]
         ids = self.rows.ids[entry, positions]
+        if self._encodes is not None:
+            self._encodes.put(ids, rows, starts, counts)
         num_blocks = int(np.maximum.reduce(self.rows.num_blocks[rows]))
         requested_features = self.rows.requested_features
         pooled = (

@@ -89,7 +89,13 @@ def media_items(
 ) -> list[MediaItem]:
     """The images of a prompt for schedule; `put` publishes an array."""
     return [
-        MediaItem(image.key, [(run.offset, run.length) for run in where], list(image.grid), put(image.pixels))
+        MediaItem(
+            image.key,
+            [(run.offset, run.length) for run in where],
+            list(image.grid),
+            put(image.pixels),
+            list(image.pixels.shape),
+        )
         for image, where in zip(images, runs, strict=True)
     ]
 

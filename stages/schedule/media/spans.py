@@ -131,7 +131,7 @@ class MediaSpans:
             sequence = self._rows.sequences[row]
             assert sequence is not None
             pixels = self._put(self._view(media.pixels[index], np.uint8))
-            job = EncodeJob(item.key, self._put(slots), item.grid, pixels, sequence.request.request_id)
+            job = EncodeJob(item.key, self._put(slots), item.grid, pixels, sequence.request.request_id, item.shape)
             self._jobs.append(job)
             self._num_rows_encoded += len(slots)
         self._pinned.add(item.key)  # this step reads it, also if the row needs it no longer

@@ -16,10 +16,12 @@ STEP_SAMPLES = {
         m.GenerationOptions(max_tokens=16),
         images=[m.EncodedImage(b"GIF89a", "messages[0].content[0]", "low"), m.EncodedImage(b"BM", "messages[0]")],
     ),
-    "admit with media": m.Admit(7, 1, 0, 1.5, REF, OPTIONS, media=[m.MediaItem(KEY, [(3, 64), (68, 64)], [1, 2], REF)]),
+    "admit with media": m.Admit(
+        7, 1, 0, 1.5, REF, OPTIONS, media=[m.MediaItem(KEY, [(3, 64), (68, 64)], [1, 2], REF, [2, 3, 8, 8])]
+    ),
     "step with media": m.Step(
         *(1, 7, SLOTS, [], SLOTS, SLOTS, REF, SLOTS, SLOTS, b"\x01\x00"),
-        encodes=[m.EncodeJob(KEY, SLOTS, [1, 2], REF, 7)],
+        encodes=[m.EncodeJob(KEY, SLOTS, [1, 2], REF, 7, [2, 3, 8, 8])],
         span_rows=SLOTS,
         span_starts=SLOTS,
         span_counts=SLOTS,

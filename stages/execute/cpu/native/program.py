@@ -66,6 +66,7 @@ class NativeProgram(Program):
         self._library = library
         self._config = config
         self._inputs, self._sampling_inputs, self._scores = inputs, plan.sampling_inputs, plan.scores
+        self._encoded = None if plan.encoded is None else plan.encoded.ctypes.data
         self._scoring: int | None = None
         self._thread_pool = native_library.ThreadPool(library, num_threads)
         self._panels = None if plan.panels is None else PanelStore(library, self._thread_pool, plan.panels)
@@ -123,7 +124,7 @@ class NativeProgram(Program):
             return
         config, library, table = self._config, self._library, embedding.table
         self._table = table, self._memory.pack((table,), rows_of(self._share.vocab))
-        library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale)
+        library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale, self._encoded)
         if embedding.positions is not None:
             positions = self._memory.pack((embedding.positions,))
             rows = self._inputs.position_rows.ctypes.data

@@ -16,6 +16,7 @@ from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.sampling.logprobs import write_logprobs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.take_rows import put_encoded_rows, take_known_rows
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, gate_up
@@ -62,6 +63,7 @@ class TorchProgram(Program):
         self._attention = TorchAttention(ops, calls, plan)
         self._memory, self.kv = self._attention.memory, self._attention.kv
         self._lora = None if lora is None else TorchLora(lora, config, inputs)
+        self._encoded = plan.encoded
         self._swapped = None if plan.swap is None else ops.kv_swap(torch.from_numpy(plan.swap), self._memory)
         self._sampler, self._scores = Sampler(ops, plan.sampling_inputs), plan.scores
         self._head: Tensor | None = None
@@ -100,9 +102,14 @@ class TorchProgram(Program):
             return
         table = embedding.table
         self._table = table, as_matrix(table).dequantize(ops.dtype)
-        calls.add(ops.take_rows, self._residual, self._table[1], calls.ids)
+        if self._encoded is None:
+            calls.add(ops.take_rows, self._residual, self._table[1], calls.ids)
+        else:
+            calls.add(take_known_rows, self._residual, self._table[1], calls.ids)
         if config.embedding_scale != 1:
             calls.add(ops.scale, self._residual, config.embedding_scale)
+        if self._encoded is not None:
+            calls.add(put_encoded_rows, self._residual, torch.from_numpy(self._encoded), calls.ids)
         if embedding.positions is not None:
             learned = as_matrix(embedding.positions).dequantize(ops.dtype)[config.position_offset :]
             calls.add(ops.take_rows, self._x, learned, calls.position_rows)

@@ -30,10 +30,23 @@ def test_an_embedding_is_exactly_its_row(library: ctypes.CDLL, format: Format) -
     ids = np.array([0, 36, 15, 16, 17, 36, 3, 31, 32], np.int32)
     with recording(library, threads=2) as r:
         residual = r.floats(np.full((9, width), np.nan))
-        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 1.0)
+        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 1.0, None)
         r.fill([(0, 4), (7, 5)], ids=ids)
         assert r.run() == 0
     np.testing.assert_array_equal(residual, exact(table)[ids])
+
+
+def test_negative_ids_are_rows_of_the_encoder_cache(library: ctypes.CDLL, format: Format) -> None:
+    width = whole(96, format)
+    table, encoded = random_matrix(0, 37, width, format), random(1, 20, width).astype(np.float32)
+    ids = np.array([~0, 36, 0, ~19, ~7, 3], np.int32)
+    with recording(library, threads=2) as r:
+        residual, cache = r.floats(np.full((6, width), np.nan)), r.floats(encoded)
+        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 2.0, cache.ctypes.data)
+        r.fill([(0, 4), (7, 2)], ids=ids)
+        assert r.run() == 0
+    np.testing.assert_array_equal(residual[ids < 0], encoded[[0, 19, 7]])
+    np.testing.assert_array_equal(residual[ids >= 0], exact(table)[[36, 0, 3]] * np.float32(2))
 
 
 @pytest.mark.parametrize("width", [2, 30, 64, 80, 226, 576])

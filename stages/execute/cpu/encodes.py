@@ -1,0 +1,101 @@
+"""The encoder cache on a CPU: rows of embeddings that a vision tower makes of a step's images, and the positions that
+read them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.runtime.messages import Step
+from pipeline.runtime.model.vision_config import VisionConfig
+from pipeline.stages.execute.cores import threads_of
+from pipeline.stages.execute.cpu.backend import Library
+from pipeline.stages.execute.cpu.vision import MediaItem, VisionEncoder
+from pipeline.stages.execute.ranks.context import RankContext
+from pipeline.stages.execute.rows import Take
+
+
+class Encodes:
+    """Owns the rows and the tower. Schedule says which rows are written and read."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        vision: VisionConfig,
+        num_rows: int,
+        num_threads: int,
+        library: Library | None,
+    ) -> None:
+        """`library` is that of the language model. Raises UserError as `VisionEncoder`."""
+        self.rows: FloatArray | None = None
+        """[rows, hidden_size]; None on a rank that does not encode: it only reads what the steps bring."""
+        self._encoder: VisionEncoder | None = None
+        if num_rows:
+            self.rows = np.zeros((num_rows, vision.hidden_size), np.float32)
+            self._encoder = VisionEncoder(settings, folder, vision, num_threads, library)
+        self.seconds = 0.0
+        """That the last step's items took."""
+        self._spans: dict[int, list[tuple[int, IntArray]]] = {}
+        """Of this step, by row: the first position of each span, and the rows of the cache from there on."""
+
+    def encode(self, step: Step, take: Take, clock: Callable[[], float]) -> None:
+        """Encode the step's items, and note its spans. Without items, the clock is not read."""
+        self._spans.clear()
+        self.seconds = 0.0
+        if not step.span_rows:
+            return
+        slots, end = take(step.span_slots, np.int32), 0
+        spans = (take(one, np.int32).tolist() for one in (step.span_rows, step.span_starts, step.span_counts))
+        for row, start, num in zip(*spans, strict=True):
+            self._spans.setdefault(row, []).append((start, slots[end : end + num]))
+            end += num
+        assert end == len(slots), "spans of another number of rows than are named"
+        jobs = [(take(job.slots, np.int32), take(job.pixels, np.uint8), job) for job in step.encodes]
+        if self.rows is None or self._encoder is None:
+            self._spans.clear()
+            return
+        if not jobs:
+            return
+        began = clock()
+        for targets, pixels, job in jobs:
+            made = np.empty((len(targets), self.rows.shape[1]), np.float32)
+            self._encoder.encode([MediaItem(pixels.reshape(job.shape), tuple(job.grid))], [made])
+            self.rows[targets] = made
+        self.seconds = clock() - began
+
+    def put(self, ids: IntArray, rows: IntArray, starts: IntArray, counts: IntArray) -> None:
+        """Replace the ids of spans by ~i for row i of the cache. `ids` are those of all entries, in order."""
+        if not self._spans:
+            return
+        begin = 0
+        for row, start, num in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            for first, slots in self._spans.get(row, ()):
+                at = begin + first - start
+                assert begin <= at and at + len(slots) <= begin + num, f"row {row} does not compute all of a span"
+                ids[at : at + len(slots)] = ~slots
+            begin += num
+
+    def close(self) -> None:
+        """Free threads and memory."""
+        if self._encoder is not None:
+            self._encoder.close()
+
+
+def load_encodes(
+    settings: Settings, folder: Path, library: Library | None, context: RankContext
+) -> tuple[Encodes | None, int]:
+    """The tower and its rows on the first rank of all, which embeds what they stand for; None if the model or this
+    server takes no images. Also returns the number of rows, which all ranks know. Raises UserError if there is no
+    memory for one."""
+    num_bytes, vision = settings.execute.encoder_cache_bytes, VisionConfig.load(folder)
+    if not num_bytes or vision is None:
+        return None, 0
+    if (num_rows := num_bytes // (vision.hidden_size * 4)) < 1:
+        raise UserError(f"execute.encoder_cache_bytes = {num_bytes}: a row takes {vision.hidden_size * 4} bytes")
+    num_own = 0 if context.rank or context.stage else num_rows
+    return Encodes(settings, folder, vision, num_own, threads_of(settings), library), num_rows

@@ -1,0 +1,170 @@
+"""Steps with images: their rows go into the encoder cache, and positions read them in place of embeddings."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.kernels.cpu.isa import available
+from pipeline.runtime import messages as m
+from pipeline.stages.execute.cpu.encodes import load_encodes
+from pipeline.stages.execute.ranks.context import RankContext
+from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
+from tests.stages.execute.vision.tiny_towers import VARIANTS, images, make, normalized, prepared, save
+
+VARIANT = VARIANTS["idefics3"]
+ROWS = 9
+"""Of a tile: squares of 2 patches, of a side of 6."""
+HIDDEN_BYTES = 4 * 64
+NUM_ROWS = 32
+PIXELS = images(2, 48, 48)
+RUNS = [(3, ROWS), (14, ROWS)]
+NUM_IDS = 30
+
+
+class Model:
+    """A tiny model in transformers, and its prepared folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = make(VARIANT)
+        source = save(folder, VARIANT, self.model)
+        self.folder = prepared(folder, source)
+        self.image_id = msgspec.json.decode((source / "config.json").read_bytes())["image_token_id"]
+        self.model.config.image_token_id = self.model.model.image_token_id = self.image_id
+        self.ids = np.random.default_rng(3).integers(3, 200, NUM_IDS).tolist()
+        for start, num in RUNS:
+            self.ids[start : start + num] = [self.image_id] * num
+
+    def logits(self, pixels: np.ndarray) -> np.ndarray:
+        """Of all positions, [ids, vocab_size]."""
+        with torch.inference_mode():
+            found = self.model(input_ids=torch.tensor([self.ids]), pixel_values=normalized(pixels)[None])
+        return found.logits[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["torch", *available()])
+def driver(request: Any, model: Model) -> Iterator[Driver]:
+    dtype = "float32" if request.param == "torch" else "bfloat16"
+    with closing(driver_of(model, request.param, dtype)) as found:
+        yield found
+
+
+class ClosingDriver(Driver):
+    def close(self) -> None:
+        self.runner.close()
+
+
+def driver_of(model: Model, kernels: str, dtype: str, num_bytes: int = NUM_ROWS * HIDDEN_BYTES) -> ClosingDriver:
+    config = settings(kernels=kernels, dtype=dtype)
+    execute = msgspec.structs.replace(config.execute, encoder_cache_bytes=num_bytes)
+    return ClosingDriver(model.folder, msgspec.structs.replace(config, execute=execute))
+
+
+def spans_of(row: int, start: int, count: int, slots: np.ndarray) -> dict[str, Any]:
+    """The fields of a step that computes these positions."""
+    found: list[tuple[int, int, list[int]]] = []
+    first = 0
+    for begin, num in RUNS:
+        low, high = max(begin, start), min(begin + num, start + count)
+        if low < high:
+            found.append((low, high - low, slots[first + low - begin : first + high - begin].tolist()))
+        first += num
+    return {
+        "span_rows": i32([row] * len(found)),
+        "span_starts": i32(low for low, _, _ in found),
+        "span_counts": i32(num for _, num, _ in found),
+        "span_slots": i32(slot for _, _, part in found for slot in part),
+    }
+
+
+def compute(
+    driver: Driver, model: Model, slots: np.ndarray, chunk: int = NUM_IDS, pixels: np.ndarray | None = None
+) -> tuple[np.ndarray, float]:
+    """The logits behind the prompt, computed in chunks, and the seconds of encodes. Without pixels, nothing is
+    encoded."""
+    row, encode_s = driver.take_row(), 0.0
+    blocks = driver.take_blocks(NUM_IDS + 1)
+    for start in range(0, NUM_IDS, chunk):
+        count = min(chunk, NUM_IDS - start)
+        step = make_step(
+            [(row, start, count, start + count == NUM_IDS)],
+            adds=[] if start else [row_add(row, model.ids, blocks, GREEDY)],
+        )
+        fields = spans_of(row, start, count, slots)
+        if pixels is not None and fields["span_rows"]:
+            job = m.EncodeJob(bytes(16), i32(slots), [0, 0], pixels.tobytes(), shape=list(pixels.shape))
+            fields, pixels = {**fields, "encodes": [job]}, None
+        encode_s += driver.runner.step(msgspec.structs.replace(step, **fields), take).encode_s
+    return driver.logits()[0], encode_s
+
+
+def test_logits_are_those_of_transformers(driver: Driver, model: Model) -> None:
+    theirs = model.logits(PIXELS)[-1]
+    ours, encode_s = compute(driver, model, np.arange(2 * ROWS), pixels=PIXELS)
+    assert encode_s > 0
+    if driver.runner.kernels == "torch":
+        assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+    else:
+        assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) > 0.999
+    other, _ = compute(driver, model, np.arange(2 * ROWS), pixels=images(2, 48, 48, seed=7))
+    assert np.abs(other - ours).max() > 0.1, "the image counts"
+
+
+def test_chunks_scattered_rows_and_rows_of_earlier_steps_change_no_bit(driver: Driver, model: Model) -> None:
+    whole, _ = compute(driver, model, np.arange(2 * ROWS), pixels=PIXELS)
+    slots = np.random.default_rng(1).permutation(NUM_ROWS)[: 2 * ROWS].astype(np.int32)
+    for chunk in (1, 5, 16):
+        again, encode_s = compute(driver, model, slots, chunk, PIXELS)
+        assert np.array_equal(again, whole) and encode_s > 0
+        driver.clear()
+    cached, encode_s = compute(driver, model, slots, 16)
+    assert np.array_equal(cached, whole) and encode_s == 0
+
+
+def test_a_row_that_has_ended_reads_nothing(driver: Driver, model: Model) -> None:
+    whole, _ = compute(driver, model, np.arange(2 * ROWS), pixels=PIXELS)
+    driver.clear()
+    row, blocks = driver.take_row(), driver.take_blocks(NUM_IDS + 1)
+    driver.step([], adds=[row_add(row, model.ids, blocks, GREEDY)])
+    driver.runner.rows.end(row)
+    step = make_step([(row, 0, NUM_IDS, True)])
+    driver.runner.step(msgspec.structs.replace(step, **spans_of(row, 0, NUM_IDS, np.arange(2 * ROWS))), take)
+    again, _ = compute(driver, model, np.arange(2 * ROWS))
+    assert np.array_equal(again, whole)
+
+
+def test_the_number_of_rows_is_that_of_the_setting(model: Model) -> None:
+    with closing(driver_of(model, "torch", "float32", NUM_ROWS * HIDDEN_BYTES + 5)) as found:
+        assert found.runner.facts.num_encoder_rows == NUM_ROWS
+    with closing(driver_of(model, "torch", "float32", 0)) as found:
+        assert found.runner.facts.num_encoder_rows == 0
+    with pytest.raises(UserError, match="a row takes 256 bytes"):
+        driver_of(model, "torch", "float32", HIDDEN_BYTES - 1)
+
+
+def test_a_rank_that_does_not_encode_frees_what_a_step_brings(model: Model) -> None:
+    config = settings()
+    execute = msgspec.structs.replace(config.execute, encoder_cache_bytes=NUM_ROWS * HIDDEN_BYTES)
+    config = msgspec.structs.replace(config, execute=execute)
+    encodes, num_rows = load_encodes(config, model.folder, None, RankContext(1, 2, -1, 1.0))
+    assert encodes is not None and encodes.rows is None and num_rows == NUM_ROWS
+    taken: list[Any] = []
+    job = m.EncodeJob(bytes(16), i32(range(18)), [0, 0], PIXELS.tobytes(), shape=list(PIXELS.shape))
+    step = msgspec.structs.replace(make_step(), encodes=[job], **spans_of(0, 0, NUM_IDS, np.arange(2 * ROWS)))
+    encodes.encode(step, lambda array, dtype: (taken.append(array), take(array, dtype))[1], lambda: 0.0)
+    spans = (step.span_rows, step.span_starts, step.span_counts, step.span_slots)
+    assert len(taken) == 6 and all(one in taken for one in (job.slots, job.pixels, *spans))
+    ids = np.arange(NUM_IDS, dtype=np.int32)
+    encodes.put(ids, *(np.array([value], np.int32) for value in (0, 0, NUM_IDS)))
+    assert ids.tolist() == list(range(NUM_IDS))
