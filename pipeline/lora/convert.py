@@ -21,7 +21,7 @@ from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, PairShape, Target, path_of, write_each
 from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Module, Part
 from pipeline.lora.module_names import in_files, layout_of
-from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, PeftConfig, read_config
+from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, NotWritten, PeftConfig, read_config
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.files.regular_files import RegularFile
 from pipeline.runtime.model.model_config import ModelConfig, Piece
@@ -48,7 +48,7 @@ def convert(
     """Convert the adapter in `source`, a PEFT folder or a .gguf file, for the prepared model in `model_dir`, unless
     that was done before. Returns its id. Its files must be regular ones of at most `max_bytes`, in one of `folders`,
     resolved paths, if there are any, and be read at `deadline_s`, by time.monotonic(). Raises AdapterError if it can't
-    be served or written, and NotAnAdapter if it can't be read."""
+    be served, NotWritten if its file can't be written, and NotAnAdapter if it can't be read."""
     digest = hashlib.blake2b(f"{FORMAT}|{dtype}|".encode(), digest_size=16)
     model = ModelConfig.load(model_dir)
     modules: list[Module] = []
@@ -85,7 +85,7 @@ def convert(
         try:
             write_each(path, dtype, shapes, pairs)
         except OSError as error:
-            raise AdapterError(f"{path}: {error.strerror}") from error
+            raise NotWritten(f"{path}: {error.strerror}") from error
     else:
         with suppress(OSError):  # a cache that may only be read has no time of use
             os.utime(path)

@@ -45,6 +45,10 @@ class NotAnAdapter(AdapterError):
     """There is no file at a path, it can't be read, or nothing in it says that it is an adapter."""
 
 
+class NotWritten(AdapterError):
+    """The prepared adapter can't be written into the cache: it is no fault of the adapter."""
+
+
 class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that matter for serving."""
 

@@ -255,7 +255,8 @@ class RecordingContext(ReplayContext):
         self._writer.put_end()
         if self.path:
             fields = {"file": self.path, "why": reason, "bytes": self._writer.num_bytes}
-            self._log.info("recorded", extra={"fields": fields})
+            level = logging.ERROR if self._writer.failure else logging.INFO
+            self._log.log(level, "recorded", extra={"fields": fields})
 
     def close(self, reason: str = "the stage ended") -> int:
         """Write what is left. Returns the size of the file in bytes."""

@@ -213,6 +213,8 @@ def test_a_full_disk_ends_the_recording_and_not_the_stage(caplog: pytest.LogCapt
     while not replay_context.is_over:
         assert time.monotonic() < end
         feed(replay_context, 1)
+    [line] = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert "No space left on device" in line.__dict__["fields"]["why"], "it is said at once, not when the stage ends"
     with caplog.at_level(logging.ERROR, "test"):
         replay_context.close()
     assert "No space left on device" in caplog.text

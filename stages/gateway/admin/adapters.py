@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from pipeline.config.settings import Settings
 from pipeline.lora.convert import WEIGHTS, convert, dtype_of
-from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter
+from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, NotWritten
 from pipeline.runtime import messages as m
 from pipeline.runtime.files.regular_files import OutsideFolders
 from pipeline.runtime.log.limited_log import LimitedLog
@@ -144,6 +144,11 @@ class AdapterRegistry:
             # A client learns nothing about other files of the machine.
             self._limited_log.log(logging.WARNING, "adapter not loaded", why=str(error))
             raise invalid("lora_path", NO_ADAPTER, "invalid_value") from error
+        except NotWritten as error:
+            self._limited_log.log(logging.ERROR, "adapter not loaded", why=str(error))
+            reason = getattr(error.__cause__, "strerror", None)
+            message = f"the adapter could not be written into the server's cache: {reason}"
+            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, "lora_path") from error
         except AdapterError as error:
             raise invalid("lora_path", str(error), "invalid_value") from error
 

@@ -1,5 +1,6 @@
 """Paths that clients name for adapters: no file blocks or kills the gateway, and errors tell nothing of other files."""
 
+import errno
 import json
 import os
 import struct
@@ -152,6 +153,20 @@ def test_a_link_that_changes_after_the_check_leads_nowhere(tmp_path: Path, monke
             adapters, "convert", lambda source, *rest: swapping(source, *rest, good=inside, swapped="x.gguf")
         )
         assert refused(gate, inside / "x.gguf") == adapters.NO_ADAPTER
+
+
+def test_a_full_disk_is_no_fault_of_the_adapter(gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    good = adapter(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.lora.convert.write_each", full)
+        response = load(gate, lora_name="x", lora_path=str(good)).result()
+    error = response.json()["error"]
+    assert response.status_code == 500
+    assert error["message"] == "the adapter could not be written into the server's cache: No space left on device"
+    works(gate, good)
 
 
 LARGE_BYTES = 1 << 30
