@@ -62,6 +62,7 @@ def test_schedule_gets_the_pixels_and_the_runs(tmp_path: Path) -> None:
         for item, data in zip(admit.media, (png(), png(1)), strict=True):
             expected = processors.process(images.decode(data), config)
             assert rig.bytes_of(item.pixels) == expected.pixels.tobytes()
+            assert tuple(item.shape) == expected.pixels.shape
             assert item.shape == list(expected.pixels.shape)
             assert tuple(item.grid) == expected.grid
             assert [length for _, length in item.runs] == list(expected.run_lengths)
