@@ -61,9 +61,10 @@ SHAPES = [  # key-value heads, queries a head, head_dim, window
     (2, 3, 16, 0),
     (1, 71, 32, 0),
     (9, 16, 16, 64),
+    (1, 2, 512, 0),
 ]
-"""The last two have more queries than one pass over a stretch takes, and than one decoding row stores."""
-SHAPES_8 = [SHAPES[i] for i in (1, 3, 4, 5, 8, 9, 11)]
+"""The two before the last have more queries than one pass over a stretch takes, and than one decoding row stores."""
+SHAPES_8 = [SHAPES[i] for i in (1, 3, 4, 5, 8, 9, 11, 12)]
 """Of keys and values in 8 bits."""
 
 
@@ -224,7 +225,7 @@ def reference(
 
 
 TRANSFORM_ERROR = 32 * EPS
-"""Of a Hadamard transform of up to 256 numbers, relative to the largest of a step."""
+"""Of a Hadamard transform of up to 512 numbers, relative to the largest of a step."""
 
 
 def transformed(case: Case, out: np.ndarray) -> np.ndarray:
@@ -239,7 +240,9 @@ def assert_attends(
     # The bound must be tight: rounded queries would be a hundred times as far off.
     # Of 64 weights, of which one may be as large as all others, each has half a code.
     integers = case.kv_type is KVType.INT8
-    assert bound.max() < (0.005 if not r.wide else 0.002 if integers else 3e-4)
+    # It grows with the numbers of a sum.
+    most = 0.005 if not r.wide else 0.002 if integers else 3e-4
+    assert bound.max() < most * max(1.0, case.head_dim / 256)
     if not integers:
         (assert_near(out, expected, bound) if floats else assert_kept(r, out, expected, bound))
     elif floats:
