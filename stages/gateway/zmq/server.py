@@ -29,7 +29,7 @@ from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import ZMQ, Received, adapter_of
-from pipeline.stages.gateway.replayed import SHUTTING_DOWN
+from pipeline.stages.gateway.replayed import SHUTTING_DOWN, UNLOADED
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
@@ -372,7 +372,7 @@ class ZmqServer:
         for peer in list(self._peers.values()):
             if gateway is not None and not (peer.is_welcome and peer.model.is_of(gateway)):
                 continue
-            if gateway is not None and error is SHUTTING_DOWN and peer.streams:
+            if gateway is not None and error in (SHUTTING_DOWN, UNLOADED) and peer.streams:
                 self._disconnect(peer)
             elif peer.parsing is not None:
                 peer.failure = error
