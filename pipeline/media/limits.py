@@ -10,3 +10,8 @@ class ImageLimits(msgspec.Struct, array_like=True, frozen=True):
 
 
 LIMITS = ImageLimits()
+
+IMAGE_ROLES = ("user", "tool")
+"""Roles whose messages may have images."""
+MAX_IMAGES = 100
+"""Of a request."""

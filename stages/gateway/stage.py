@@ -305,6 +305,7 @@ class GatewayStage:
         self.requests.admission.max_prompt_tokens = facts.max_model_len
         self.limits.max_prompt_tokens = facts.max_model_len
         self.limits.vocab_size, self.limits.hidden_size = facts.vocab_size, facts.hidden_size
+        self.limits.why_no_images = self.served_model.why_no_images(facts)
         self.requests.hidden_size = facts.hidden_size
         if self._shared is not None:
             self._shared.on_change()

@@ -14,6 +14,7 @@ from pipeline.client.protocol.conversation import (
     ContentPart,
     CustomCall,
     FunctionCall,
+    ImageUrl,
     MessageParam,
     ToolCallParam,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "FunctionCall",
     "Generate",
     "Hello",
+    "ImageUrl",
     "JsonSchemaFormat",
     "MessageParam",
     "Output",

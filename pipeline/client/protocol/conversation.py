@@ -12,10 +12,18 @@ ROLE = re.compile("[a-zA-Z0-9_.-]{1,64}")
 MAX_ID_CHARS = 256
 
 
+class ImageUrl(msgspec.Struct, omit_defaults=True):
+    url: Annotated[str, Meta(description="A data: URL with base64: JPEG, PNG, WebP, GIF (the first frame) or BMP.")]
+    detail: Annotated[str, Meta(description="auto, low or high, which make no difference yet.")] | None = None
+
+
 class ContentPart(msgspec.Struct, omit_defaults=True):
-    type: Annotated[str, Meta(description="text; in an assistant's message also refusal")]
+    type: Annotated[
+        str, Meta(description="text; in a user's or tool's message also image_url; in an assistant's also refusal")
+    ]
     text: str | None = None
     refusal: str | None = None
+    image_url: Annotated[str | ImageUrl, Meta(description="With type image_url; a string is its url.")] | None = None
 
 
 class FunctionCall(msgspec.Struct):

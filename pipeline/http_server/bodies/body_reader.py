@@ -163,7 +163,7 @@ class BodyReader:
         return bytes(body)
 
     def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._max_body} bytes"
+        message = f"the body is larger than {self._max_body} bytes (gateway.max_body_bytes)"
         return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
 

@@ -10,6 +10,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
+from pipeline.media import support
 from pipeline.runtime.messages import Step
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.cores import threads_of
@@ -89,11 +90,11 @@ class Encodes:
 def load_encodes(
     settings: Settings, folder: Path, library: Library | None, context: RankContext
 ) -> tuple[Encodes | None, int]:
-    """The tower and its rows on the first rank of all, which embeds what they stand for; None if the model or this
-    server takes no images. Also returns the number of rows, which all ranks know. Raises UserError if there is no
-    memory for one."""
+    """The tower and its rows on the first rank of all, which embeds what they stand for; None if this server takes no
+    images of the model (see `support.why_not`). Also returns the number of rows, which all ranks know. Raises UserError
+    if there is no memory for one."""
     num_bytes, vision = settings.execute.encoder_cache_bytes, VisionConfig.load(folder)
-    if not num_bytes or vision is None:
+    if not num_bytes or vision is None or support.why_not(folder):
         return None, 0
     if (num_rows := num_bytes // (vision.hidden_size * 4)) < 1:
         raise UserError(f"execute.encoder_cache_bytes = {num_bytes}: a row takes {vision.hidden_size * 4} bytes")

@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from pipeline.config.settings import Settings
+from pipeline.media import support
+from pipeline.runtime import messages as m
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.runtime.model.model_config import ModelConfig
@@ -25,12 +27,15 @@ class ServedModel:
         config: ModelConfig,
         formats: ChatFormats,
         defaults: GenerationDefaults,
+        why_no_images: str = "",
     ) -> None:
+        """`why_no_images` is `support.why_not` of the folder."""
         self.config = config
         self.settings = settings
         self.formats = formats
         self.defaults = defaults
         self._folder = folder
+        self._why_no_images = why_no_images
         self._facts: WeightFacts | None = None
         self._pool = WorkPool("reading the headers of weight files")
 
@@ -39,7 +44,8 @@ class ServedModel:
         """Read the files of a prepared folder. That takes time, which files from elsewhere choose: a process that
         serves other models meanwhile does it in a thread. Raises UserError, OSError and msgspec.DecodeError."""
         config, formats = ModelConfig.load(folder), ChatFormats.load(folder, settings.chat)
-        return cls(folder, settings, config, formats, generation_config.load(settings, folder))
+        defaults = generation_config.load(settings, folder)
+        return cls(folder, settings, config, formats, defaults, support.why_not(folder))
 
     async def weight_facts(self) -> WeightFacts:
         """Read the headers of the weight files, in a thread."""
@@ -51,6 +57,16 @@ class ServedModel:
     def digest(self) -> str:
         """SHA-256 of the model's description."""
         return hashlib.sha256(read_file(self._folder / "model.json")).hexdigest()
+
+    def why_no_images(self, facts: m.ExecuteFacts) -> str:
+        """Why requests can't have images; empty if they can. The words follow "it is an image, and"."""
+        if facts.num_encoder_rows:
+            return ""
+        if self._why_no_images:
+            return self._why_no_images
+        if self.is_on_gpu:
+            return "this server runs the model on a GPU, where images are not supported yet"
+        return "this server takes none: set execute.encoder_cache_bytes, to 256MiB for example"
 
     @property
     def is_on_gpu(self) -> bool:

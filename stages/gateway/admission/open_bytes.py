@@ -1,7 +1,7 @@
 """What open requests keep in all processes, in bytes. Pure.
 
-    gateway      the request, until ingest has its prompt's ids; then the ids, and the output
-    ingest       the prompt, until it has the ids
+    gateway      the request, until ingest has its prompt's ids; then the ids, and the output; and the encoded images
+    ingest       the prompt and the encoded images, until it has the ids
     schedule     ids of prompt and output, their prefix keys, token outputs
     detokenize   the options, and text that is held back
 
@@ -62,6 +62,10 @@ BYTES_PER_TOKEN = 4
 """Typical of English text."""
 MESSAGE_BYTES = 416
 """A message of a chat, without its texts."""
+IMAGE_BYTES = 256
+"""An encoded image, without its data and its field."""
+IMAGE_TOKENS = 256
+"""An estimate of an image's tokens, until ingest has said how many the prompt has."""
 VALUE_BYTES = 72
 """An entry of a list: a number, or a text without its characters."""
 TEXT_BYTES = 64
@@ -113,6 +117,11 @@ def typical_tokens(prompt: m.Prompt, length: Callable[[str], int]) -> int:
             return (length(text) + length(pair or "") + length(kwargs)) // BYTES_PER_TOKEN
         case m.ChatPrompt(messages):
             return sum(length(one.content or "") for one in messages) // BYTES_PER_TOKEN
+
+
+def images_bytes(images: Iterable[m.EncodedImage]) -> int:
+    """Images in one process, as clients send them."""
+    return sum(len(one.data) + text_bytes(one.param) + IMAGE_BYTES for one in images)
 
 
 def utf8_bytes(text: str) -> int:
@@ -174,10 +183,11 @@ def measured(parsed: ParsedRequest) -> ParsedRequest:
 
 def measure(parsed: ParsedRequest) -> RequestSize:
     """The size of a request, as `measured` adds it."""
-    sizes = [prompt_bytes(one) for one in parsed.prompts]
+    sizes = [prompt_bytes(one) + images_bytes(parsed.images) for one in parsed.prompts]
     # A query is in the prompt of each of a thousand documents.
     length = functools.cache(utf8_bytes) if len(sizes) > 1 else utf8_bytes
-    return RequestSize(reply_bytes(parsed), sizes, [typical_tokens(one, length) for one in parsed.prompts])
+    num_tokens = [typical_tokens(one, length) + IMAGE_TOKENS * len(parsed.images) for one in parsed.prompts]
+    return RequestSize(reply_bytes(parsed), sizes, num_tokens)
 
 
 def size_of(parsed: ParsedRequest) -> RequestSize:
@@ -207,6 +217,7 @@ def accepted_bytes(submit: m.Submit, accepted: m.Accepted, fixed: int) -> int:
         size += prompt_bytes(submit.prompt) // ID_BYTES * (PROMPT_ID_BYTES + ID_BYTES_OF_SEQUENCE * options.n)
     else:
         size += prompt_bytes(submit.prompt)
+    size += images_bytes(submit.images)  # to submit them again
     if accepted.text is not None:
         size += (2 + CHAR_BYTES * options.n) * text_bytes(accepted.text)
     for each in (accepted.token_strs, accepted.pieces):

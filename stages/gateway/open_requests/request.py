@@ -129,7 +129,7 @@ class Request:
         if options.grammar is not None:
             grammar = msgspec.structs.replace(options.grammar, source="")
             options = msgspec.structs.replace(options, grammar=grammar)
-        self.parsed = msgspec.structs.replace(self.parsed, prompts=[], options=options)
+        self.parsed = msgspec.structs.replace(self.parsed, prompts=[], images=[], options=options)
 
     def log_output(self, event: str, data: bytes) -> bytes:
         """Record `data`, which is about to be sent to the client. Returns it."""

@@ -38,6 +38,7 @@ def new_submits(stage: "Stage[m.GatewayInbox]", parsed: ParsedRequest) -> list[m
             gateway_incarnation=stage.launch.incarnation,
             template_s=0.0 if parsed.resumption is None else parsed.resumption.arrival_s,
             scope_id=scope,
+            images=parsed.images,
         )
         for index, prompt in enumerate(parsed.prompts)
     ]

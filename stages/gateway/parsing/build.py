@@ -5,7 +5,7 @@ the length of a text. Too many prompts, ids or messages are refused here, before
 legal size may hold a million, and processing them blocks the event loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -26,6 +26,7 @@ from pipeline.stages.gateway.parsing.chat.conversation import (
     calls_grammar,
     reply_parsing,
 )
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import (
     check_prompt_bytes,
@@ -98,7 +99,12 @@ def details_of(
 
 
 def prompt_only(
-    prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: RequestLimits, dialect: Dialect
+    prompt: m.Prompt,
+    options: m.PromptOptions,
+    prompt_param: str,
+    limits: RequestLimits,
+    dialect: Dialect,
+    images: Sequence[m.EncodedImage] = (),
 ) -> ParsedRequest:
     """A request about its prompt only."""
     return ParsedRequest(
@@ -113,6 +119,7 @@ def prompt_only(
         include_usage=False,
         prompt_options=options,
         prompt_param=prompt_param,
+        images=list(images),
     )
 
 
@@ -128,9 +135,10 @@ def parsed_request_of(
     best_of: int | None = None,
     details: TokenDetailOptions = TokenDetailOptions(),  # noqa: B008 - frozen
     with_pieces: bool = True,
+    images: ChatImages | None = None,
 ) -> ParsedRequest:
-    """Check a body. `prompts` creates the prompts; it is called after their number was checked. `with_pieces`: the
-    reply has the text of tokens. Raises ApiError."""
+    """Check a body. `prompts` creates the prompts, and adds to `images`; it is called after their number was checked.
+    `with_pieces`: the reply has the text of tokens. Raises ApiError."""
     model = check_task("generate", body.model, limits)
     check_counts(body, limits.caps)
     num_sequences = _num_sequences(body.n or 1, best_of, limits, stream=bool(body.stream))
@@ -159,6 +167,7 @@ def parsed_request_of(
         dialect=dialect,
         model=model,
         prompts=prompt_list,
+        images=[] if images is None else images.found,
         n=n,
         max_tokens_param=max_tokens_param,
         seed=seed_of(body.seed),

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pipeline.config.settings import LimitSettings as Caps
+from pipeline.media.support import TEXT_ONLY
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.runtime.model.pooler import LAST_TOKEN, Pooler, Task
@@ -32,6 +33,8 @@ class RequestLimits(msgspec.Struct):
     """What the model can be asked for."""
     pooler: Pooler = LAST_TOKEN
     """How it makes embeddings or logits."""
+    why_no_images: str = TEXT_ONLY
+    """Why requests can't have images; empty if they can."""
     caps: Caps = Caps()
     """The settings in `limits`."""
     formats: ChatFormats = ChatFormats()
@@ -132,6 +135,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     outputs: list[bytes] = []
     """int32: for a resumed request, the output ids that the client has, one entry for each sequence"""
+    images: list[m.EncodedImage] = []
+    """Of the one prompt, a chat, in its order"""
     echo: bool = False
     """The prompt's text comes before the output's."""
     prompt_options: m.PromptOptions = m.PromptOptions()

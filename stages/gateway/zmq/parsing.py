@@ -24,6 +24,7 @@ from pipeline.stages.gateway.parsing.chat.conversation import (
     num_parts,
     pair_kwargs,
 )
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.pooling import prefix_of
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, most_ids
@@ -62,15 +63,17 @@ def parse_generate(generate: ReceivedGenerate, limits: RequestLimits) -> ParsedR
     prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
     # `logprob_token_ids` alone request logprobs, as in vLLM's SamplingParams.
     num_top = 0 if request.logprobs is None and request.logprob_token_ids else request.logprobs
+    images = ChatImages(limits.why_no_images)
     parsed = parsed_request_of(
         request,
         1,
-        lambda: [_prompt_of(request, prompt_limits)],
+        lambda: [_prompt_of(request, prompt_limits, images)],
         request.max_tokens,
         limits,
         COMPLETION if request.messages is None else CHAT,
         best_of=request.best_of,
         details=details_of(request, check_num_top("logprobs", num_top, limits.caps), limits),
+        images=images,
     )
     _check_received(received, parsed)
     (prompt,) = parsed.prompts
@@ -110,7 +113,7 @@ def _pooled(
         raise invalid("instruction", "'instruction' needs 'pair'", "invalid_value")
 
     def prompts(most: int | None) -> list[m.Prompt]:
-        prompt = _prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most))
+        prompt = _prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most), ChatImages())
         if isinstance(prompt, m.TextPrompt):
             prefix = "" if has_template else prefix_of(limits, ("prompt_name", request.prompt_name))
             return [m.TextPrompt(prefix + prompt.text, request.pair, kwargs)]
@@ -131,13 +134,13 @@ def _pooled(
     )
 
 
-def _prompt_of(request: p.Request, limits: RequestLimits) -> m.Prompt:
+def _prompt_of(request: p.Request, limits: RequestLimits, images: ChatImages) -> m.Prompt:
     """The prompt. Raises ApiError."""
     if request.messages is not None:
         if request.prompt is not None or request.prompt_token_ids is not None:
             raise invalid("messages", "'messages' is not allowed together with another prompt", "invalid_value")
         check_num_messages(num_parts(request.messages), limits)
-        return chat_prompt(request, request.messages, limits.caps)
+        return chat_prompt(request, request.messages, limits.caps, images)
     if (name := given_of_chat(request)) is not None:
         raise invalid(name, f"'{name}' is only allowed together with 'messages'")
     match request.prompt, request.prompt_token_ids:

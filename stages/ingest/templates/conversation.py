@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config.closest import closest
+from pipeline.media.limits import IMAGE_ROLES
 from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 
@@ -35,8 +36,6 @@ OWN_FIELDS = {
 
 API_ROLES = ("system", "developer", "user", "assistant", "tool")
 
-IMAGE_ROLES = ("user", "tool")
-"""Roles whose messages may have images."""
 IMAGE_PART = {"type": "image"}
 """What templates get for an image; they write its placeholder."""
 

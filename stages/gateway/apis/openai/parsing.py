@@ -29,6 +29,7 @@ from pipeline.stages.gateway.parsing.chat.conversation import (
     given_of_chat,
     num_parts,
 )
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.chat.tools import custom_names
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
@@ -68,13 +69,15 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
 def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
     """Check a body of POST /v1/chat/completions. Raises ApiError."""
 
+    images = ChatImages(limits.why_no_images)
+
     def prompts() -> list[m.Prompt]:
         check_num_messages(num_parts(chat.messages), limits)
-        return [chat_prompt(chat, chat.messages, limits.caps)]
+        return [chat_prompt(chat, chat.messages, limits.caps, images)]
 
     details = details_of(chat, chat_num_top(chat, limits), limits)
     if chat.max_completion_tokens is None:
-        parsed = parsed_request_of(chat, 1, prompts, chat.max_tokens, limits, CHAT, details=details)
+        parsed = parsed_request_of(chat, 1, prompts, chat.max_tokens, limits, CHAT, details=details, images=images)
     else:
         parsed = parsed_request_of(
             chat,
@@ -85,6 +88,7 @@ def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
             CHAT,
             max_tokens_param="max_completion_tokens",
             details=details,
+            images=images,
         )
     parsed = with_reply(
         _with_role(parsed, echo=bool(chat.echo)),
@@ -169,13 +173,14 @@ def parse_tokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
     decoded = decode(_tokenizes, body, {})
     check_model(decoded.model, limits)
     prompt: m.Prompt
+    images = ChatImages(limits.why_no_images)
     match decoded.prompt, decoded.messages:
         case str(text), None:
             if (name := given_of_chat(decoded)) is not None:
                 raise invalid(name, f"'{name}' is only allowed together with 'messages'")
             prompt = m.TextPrompt(text)
         case None, list(messages):
-            prompt = chat_prompt(decoded, messages, limits.caps)
+            prompt = chat_prompt(decoded, messages, limits.caps, images)
         case None, None:
             raise invalid("prompt", "'prompt' or 'messages' is required")
         case _:
@@ -183,7 +188,8 @@ def parse_tokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
     options = m.PromptOptions(
         decoded.add_special_tokens, any_length=True, with_token_strs=bool(decoded.return_token_strs)
     )
-    return prompt_only(prompt, options, "prompt", limits, CHAT if isinstance(prompt, m.ChatPrompt) else COMPLETION)
+    dialect = CHAT if isinstance(prompt, m.ChatPrompt) else COMPLETION
+    return prompt_only(prompt, options, "prompt", limits, dialect, images.found)
 
 
 def parse_detokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:

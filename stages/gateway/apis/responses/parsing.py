@@ -34,6 +34,7 @@ from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.parsing.bodies import ChatBody, with_unsupported
 from pipeline.stages.gateway.parsing.build import check_num_messages, parsed_request_of, with_reply
 from pipeline.stages.gateway.parsing.chat.conversation import chat_prompt
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top
@@ -142,7 +143,7 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
     chat = _chat(response, tools)
 
     def prompts() -> list[m.Prompt]:
-        return [msgspec.structs.replace(chat_prompt(chat, [], limits.caps), messages=messages)]
+        return [msgspec.structs.replace(chat_prompt(chat, [], limits.caps, ChatImages()), messages=messages)]
 
     details = TokenDetailOptions(num_top=_num_top(response, limits))
     with _renamed_errors(tools):

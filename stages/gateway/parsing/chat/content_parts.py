@@ -2,12 +2,12 @@
 
     a part as clients write it ──PartTypes of the dialect──► the text of the prompt, or an error that names the part
 
-Only text is read. Images enter here, and audio, videos and documents in the same way:
+Text is read, and images (see images.py). Audio, videos and documents would enter here in the same way:
 
-    bytes     what a part says of them (base64, a URL) becomes fields of `Image`: a dialect's struct of a part decodes
-              it, and `PartTypes` returns it instead of the error
-    prompt    `m.ChatMessage.parts` has it in its place among the texts
-    memory    it counts with its message in `open_bytes.py::prompt_bytes`, and in `typical_tokens` there
+    bytes     what a part says of them (base64, a URL) goes into the request's `ChatImages`, which knows whether the
+              model takes them
+    prompt    `m.ChatMessage.image_offsets` has its place among the texts, which are the `parts`
+    memory    it counts in `open_bytes.py::measure`
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ class PartTypes:
 
 def not_text(at: str, kind: type[Media], instead: str) -> ApiError:
     """The error for the part at this path of the body. `instead`: what a client can send."""
-    return invalid(at, f"'{at}' is {kind.name}, and this server reads text only: send {instead}", "unsupported")
+    return invalid(at, f"'{at}' is {kind.name}, which can't be read here: send {instead}", "unsupported")
 
 
 def _required(param: str) -> ApiError:

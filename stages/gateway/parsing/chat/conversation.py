@@ -17,7 +17,9 @@ from msgspec import Raw
 from pipeline.client.protocol.conversation import (
     ROLE,
     ROLES,
+    ContentPart,
     Conversation,
+    ImageUrl,
     MessageParam,
     ReasoningEffort,
     ToolCallParam,
@@ -27,6 +29,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, unsupported
 from pipeline.stages.gateway.parsing.chat.content_parts import Audio, Document, Image, PartTypes, Video
 from pipeline.stages.gateway.parsing.chat.custom_tools import arguments_of
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.chat.tool_call_ids import with_ids
 from pipeline.stages.gateway.parsing.chat.tools import chat_tools, checked
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
@@ -72,8 +75,8 @@ class ReplyParsing(msgspec.Struct, frozen=True):
     """Names of functions that stand for custom tools: the reply has their input."""
 
 
-def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps) -> m.ChatPrompt:
-    """The prompt of a chat. Raises ApiError."""
+def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps, images: ChatImages) -> m.ChatPrompt:
+    """The prompt of a chat, whose images are added to `images`. Raises ApiError."""
     if is_given(body.chat_template):
         raise unsupported("chat_template", "only the model's own template is run")
     generate, goes_on = body.add_generation_prompt, bool(body.continue_final_message)
@@ -82,7 +85,7 @@ def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps
         raise invalid("continue_final_message", message, "invalid_value")
     tools, choice, name = chat_tools(body.tools, body.tool_choice, caps)
     return m.ChatPrompt(
-        [chat_message(index, message) for index, message in enumerate(with_ids(messages))],
+        [chat_message(index, message, images) for index, message in enumerate(with_ids(messages))],
         not goes_on if generate is None else generate,
         continue_final_message=goes_on,
         tools=tools,
@@ -180,7 +183,7 @@ def _strict_calls(prompt: m.ChatPrompt, formats: ChatFormats, max_bytes: int) ->
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-def chat_message(index: int, message: MessageParam) -> m.ChatMessage:
+def chat_message(index: int, message: MessageParam, images: ChatImages) -> m.ChatMessage:
     """One message of a chat. Raises ApiError."""
     at, role = f"messages[{index}]", message.role
     if role == "function":
@@ -194,7 +197,7 @@ def chat_message(index: int, message: MessageParam) -> m.ChatMessage:
     calls = _calls(at, message)
     if role == "tool" and not message.tool_call_id:
         raise invalid(f"{at}.tool_call_id", f"'{at}.tool_call_id' is required: the id of the tool call that it answers")
-    content, parts = _content(at, message)
+    content, parts, offsets = _content(at, message, images)
     if content is None and not calls:
         if role != "assistant":
             raise invalid(f"{at}.content", f"'{at}.content' is required")
@@ -208,20 +211,39 @@ def chat_message(index: int, message: MessageParam) -> m.ChatMessage:
         tool_calls=calls,
         tool_call_id=message.tool_call_id if role == "tool" else None,
         reasoning=reasoning if role == "assistant" else None,
+        image_offsets=offsets,
     )
 
 
-def _content(at: str, message: MessageParam) -> tuple[str | None, list[str] | None]:
-    """The content as one text, and as a list if it has parts."""
+def _content(at: str, message: MessageParam, images: ChatImages) -> tuple[str | None, list[str] | None, list[int]]:
+    """The content as one text, and as a list if it has parts; and the places of its images, as in `ChatMessage`."""
     match message.content:
         case None:
-            return (message.refusal if message.role == "assistant" else None), None
+            return (message.refusal if message.role == "assistant" else None), None, []
         case str(content):
-            return content, None
+            return content, None, []
         case parts:
             types = _TEXTS_OF_ASSISTANT if message.role == "assistant" else _TEXTS
-            texts = [_PARTS.text_of(f"{at}.content[{j}]", part, types) for j, part in enumerate(parts)]
-            return "\n".join(texts), texts
+            texts: list[str] = []
+            offsets: list[int] = []
+            for j, part in enumerate(parts):
+                if part.type == "image_url":
+                    _add_image(f"{at}.content[{j}]", message.role, part, images)
+                    offsets.append(len(texts))
+                else:
+                    texts.append(_PARTS.text_of(f"{at}.content[{j}]", part, types))
+            return "\n".join(texts), texts, offsets
+
+
+def _add_image(at: str, role: str, part: ContentPart, images: ChatImages) -> None:
+    images.check(at, role, '{"type": "text", "text": "…"}')
+    match part.image_url:
+        case None:
+            raise invalid(f"{at}.image_url", f"'{at}.image_url' is required")
+        case str(url):
+            images.add_url(f"{at}.image_url", url)
+        case ImageUrl(url, detail):
+            images.add_url(f"{at}.image_url.url", url, detail, f"{at}.image_url.detail")
 
 
 def _calls(at: str, message: MessageParam) -> list[m.ToolCall]:

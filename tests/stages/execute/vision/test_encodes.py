@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,9 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.kernels.cpu.isa import available
+from pipeline.media import config as media
 from pipeline.runtime import messages as m
+from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.cpu.encodes import load_encodes
 from pipeline.stages.execute.ranks.context import RankContext
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
@@ -65,7 +68,9 @@ class ClosingDriver(Driver):
         self.runner.close()
 
 
-def driver_of(model: Model, kernels: str, dtype: str, num_bytes: int = NUM_ROWS * HIDDEN_BYTES) -> ClosingDriver:
+def driver_of(
+    model: Model | SimpleNamespace, kernels: str, dtype: str, num_bytes: int = NUM_ROWS * HIDDEN_BYTES
+) -> ClosingDriver:
     config = settings(kernels=kernels, dtype=dtype)
     execute = msgspec.structs.replace(config.execute, encoder_cache_bytes=num_bytes)
     return ClosingDriver(model.folder, msgspec.structs.replace(config, execute=execute))
@@ -151,6 +156,14 @@ def test_the_number_of_rows_is_that_of_the_setting(model: Model) -> None:
         assert found.runner.facts.num_encoder_rows == 0
     with pytest.raises(UserError, match="a row takes 256 bytes"):
         driver_of(model, "torch", "float32", HIDDEN_BYTES - 1)
+
+
+def test_a_model_whose_images_see_what_is_behind_them_encodes_none(tmp_path: Path) -> None:
+    variant = VARIANTS["gemma3"]
+    folder = prepared(tmp_path, save(tmp_path, variant, make(variant)))
+    assert VisionConfig.load(folder) is not None and isinstance(media.load(folder), media.Gemma3)
+    with closing(driver_of(SimpleNamespace(folder=folder), "torch", "float32")) as found:
+        assert found.runner.facts.num_encoder_rows == 0
 
 
 def test_a_rank_that_does_not_encode_frees_what_a_step_brings(model: Model) -> None:

@@ -1,4 +1,5 @@
-"""Content that is not text is refused in every dialect, by the path of the part and with what to send instead."""
+"""Content that a model does not read is refused in every dialect, by the path of the part and with what to send
+instead."""
 
 import json
 from collections.abc import Callable
@@ -96,7 +97,8 @@ def test_a_part_that_is_not_text_is_named(
     with pytest.raises(ApiError) as error:
         parse(json.dumps(body).encode(), LIMITS)
     assert (error.value.status, error.value.param, error.value.code) == (400, param, "unsupported")
-    assert error.value.message == f"'{param}' is {kind}, and this server reads text only: send {instead}"
+    assert error.value.message.startswith(f"'{param}' is {kind}, ")
+    assert error.value.message.endswith(f": send {instead}")
 
 
 @pytest.mark.parametrize(

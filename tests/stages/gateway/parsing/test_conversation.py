@@ -96,7 +96,7 @@ class TestMessages:
             ({"role": "assistant", "tool_calls": [CALL | {"id": "a" * 257}]}, "tool_calls[0].id", "invalid_value"),
             ({"role": "assistant", "function_call": {"name": "f"}}, "function_call", "unsupported"),
             ({"role": "assistant", "audio": {"id": "a"}}, "audio", "unsupported"),
-            ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content[0]", "unsupported"),
+            ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content[0].image_url.url", None),
             ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0]", "unsupported"),
             ({"role": "user", "content": [{"type": "other"}]}, "content[0].type", "unsupported"),
             ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "content[0].type", "unsupported"),

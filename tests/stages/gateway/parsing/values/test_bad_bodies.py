@@ -39,7 +39,7 @@ BAD_CHATS: list[tuple[Any, str | None]] = [
     (message(content=[{"type": "text", "text": 1}]), "messages[1].content[0].text"),
     (
         message(content=[{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]),
-        "messages[1].content[1]",
+        "messages[1].content[1].image_url.url",
     ),
     (message(name=7), "messages[1].name"),
     (CHAT | {"temperature": -0.1}, "temperature"),

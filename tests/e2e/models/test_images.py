@@ -1,0 +1,267 @@
+"""Images in chats, end to end: a tiny SmolVLM on a CPU. Its text is that of transformers; other images in the batch and
+the death of a stage do not change it."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import HTTPError
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.media import config as media
+from pipeline.media import images, processors
+from tests.compiled import link_kernels
+from tests.e2e.recovery.test_recovery import RESTARTED, assert_restarted, kill, pids, post
+from tests.e2e.server import Server
+from tests.stages.execute.vision.tiny_towers import ONEVISION, TEXT, VARIANTS, Variant, make, normalized, save
+from tests.stages.ingest.media.test_prompt_images import SMOLVLM
+
+ROWS = 9
+"""Of a tile"""
+TILE = 48
+MAX_TOKENS = 12
+CHATS = "/v1/chat/completions"
+
+
+class Family(NamedTuple):
+    name: str
+    """In `VARIANTS`; empty for LLaVA-OneVision."""
+    image_processor: dict[str, Any]
+    processor: dict[str, Any]
+
+
+IDEFICS3 = Family(
+    "idefics3",
+    {"size": {"longest_edge": 2 * TILE}, "max_image_size": {"longest_edge": TILE}},
+    {"image_seq_len": ROWS},
+)
+FAMILIES = {
+    "idefics3": IDEFICS3,
+    "llava": Family("llava", {}, {"num_additional_image_tokens": 1}),
+    "llava, siglip": Family("llava, siglip", {}, {}),
+    "llava_onevision": Family("", {}, {}),
+    "mistral3": Family("mistral3", {"size": {"longest_edge": TILE}}, {}),
+    "llava, pixtral": Family("llava, pixtral, padded heads", {"size": {"longest_edge": TILE}}, {}),
+}
+
+
+def make_folder(folder: Path, family: Family = IDEFICS3) -> tuple[Any, Path]:
+    """A tiny model in transformers, and its folder."""
+    found = VARIANTS[family.name] if family.name else ONEVISION
+    text = {**found.changes.get("text_config", TEXT), "max_position_embeddings": 1024}
+    processor = {**found.processor, **family.image_processor}
+    variant = Variant(found.kind, found.vision, {**found.changes, "text_config": text}, processor=processor)
+    model = make(variant)
+    source = save(folder, variant, model)
+    (source / "processor_config.json").write_text(json.dumps(family.processor))
+    (source / "chat_template.jinja").write_text(SMOLVLM, encoding="utf-8")
+    image_id = json.loads((source / "config.json").read_bytes())["image_token_id"]
+    model.config.image_token_id = model.model.image_token_id = image_id
+    return model, source
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    return make_folder(tmp_path_factory.mktemp("images"))
+
+
+def rules(source: Path) -> tuple[str, ...]:
+    cache = link_kernels(source.parent / "cache")
+    return f"model={source}", f"cache_dir={cache}", "execute.encoder_cache_bytes=1MiB"
+
+
+@pytest.fixture(scope="module")
+def server(model: tuple[Any, Path]) -> Iterator[Server]:
+    with Server(*rules(model[1]), "supervisor.max_restarts=100") as server:
+        yield server
+
+
+def png(seed: int, size: tuple[int, int] = (90, 60)) -> bytes:
+    values = np.random.default_rng(seed).integers(0, 256, (size[1] // 10, size[0] // 10, 3), np.uint8)
+    file = BytesIO()
+    Image.fromarray(values).resize(size).save(file, "PNG")
+    return file.getvalue()
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def chat(*parts: str | bytes, **others: Any) -> dict[str, Any]:
+    """A body with a user's message of texts and images."""
+    content = [
+        {"type": "text", "text": one} if isinstance(one, str) else {"type": "image_url", "image_url": {"url": url(one)}}
+        for one in parts
+    ]
+    fields = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"messages": [{"role": "user", "content": content}], **fields, **others}
+
+
+def theirs(model: Any, folder: Path, prompt: list[int], *data: bytes) -> list[int]:
+    """The ids that transformers generates."""
+    config = media.load(folder)
+    assert config is not None
+    decoded = [images.decode(one) for one in data]
+    pixels = normalized(np.concatenate([processors.process(one, config).pixels for one in decoded]))
+    inputs: dict[str, Any] = {"pixel_values": pixels}
+    match config:
+        case media.Idefics3():
+            inputs = {"pixel_values": pixels[None]}
+        case media.LlavaOnevision():
+            inputs = {
+                "pixel_values": pixels[None],
+                "image_sizes": torch.tensor([[one.height, one.width] for one in decoded]),
+            }
+        case media.Pixtral():
+            inputs["image_sizes"] = torch.tensor([pixels.shape[2:]])
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **inputs,
+            max_new_tokens=MAX_TOKENS,
+            min_new_tokens=MAX_TOKENS,
+            do_sample=False,
+        )
+    return [int(one) for one in found[0, len(prompt) :]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ids_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model, source = make_folder(tmp_path, FAMILIES[family])
+    chats: list[tuple[str | bytes, ...]] = [("What is it? ", png(1)), (png(2, (40, 30)), "and?")]
+    if family == "idefics3":
+        chats.append((png(2, (40, 40)), "and", png(3), "differ in?"))
+    with Server(*rules(source), "execute.kernels=torch", "execute.dtype=float32") as server:
+        folder = next((tmp_path / "cache").rglob("media.json")).parent
+        for parts in chats:
+            found = post(server, CHATS, **chat(*parts))
+            expected = theirs(model, folder, found["prompt_token_ids"], *(p for p in parts if isinstance(p, bytes)))
+            assert found["choices"][0]["token_ids"] == expected
+            assert found["usage"]["prompt_tokens"] == len(found["prompt_token_ids"])
+        first, other = (post(server, CHATS, **chat("What is it? ", png(seed))) for seed in (1, 4))
+        assert first["prompt_token_ids"] == other["prompt_token_ids"], "only the pixels differ"
+        assert first["choices"][0]["token_ids"] != other["choices"][0]["token_ids"]
+
+
+def answer(server: Server, body: dict[str, Any]) -> tuple[list[int], int]:
+    """The ids of the reply, and how many tokens of the prompt came from the prefix cache."""
+    found = post(server, CHATS, **body)
+    return found["choices"][0]["token_ids"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_an_image_that_comes_again_is_in_the_prefix_cache(server: Server) -> None:
+    body = chat("Look: ", png(10), "What is it?")
+    first, num_first = answer(server, body)
+    again, num_again = answer(server, body)
+    other, num_other = answer(server, chat("Look: ", png(11), "What is it?"))
+    assert again == first != other
+    assert num_again > 4 * ROWS > num_other
+    assert num_first <= num_other
+
+
+BODIES = [
+    chat("Which? ", png(20)),
+    chat(png(21, (30, 90)), png(20), "Same?"),
+    chat("No image."),
+    chat(png(22), "And?", n=2, temperature=1, seed=5),
+    chat(png(20), "Which?", max_tokens=40),
+]
+
+
+def choices(server: Server, body: dict[str, Any]) -> list[list[int]]:
+    return [one["token_ids"] for one in post(server, CHATS, **body)["choices"]]
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[list[list[int]]]:
+    return [choices(server, body) for body in BODIES]
+
+
+def test_other_images_in_the_batch_change_nothing(server: Server, alone: list[list[list[int]]]) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda body: choices(server, body), BODIES * 4))
+    assert found == alone * 4
+    server.until_idle()
+
+
+@pytest.mark.parametrize("stage", RESTARTED)
+def test_no_client_notices_the_death_of_a_stage(server: Server, alone: list[list[list[int]]], stage: str) -> None:
+    before, killed, lock = pids(server), threading.Event(), threading.Lock()
+    num_answers = 0
+
+    def client(first: int) -> None:
+        nonlocal num_answers
+        for number in range(first, first + 3 * len(BODIES)):
+            index = number % len(BODIES)
+            body = BODIES[index]
+            if killed.is_set() and number % 2:  # images that no cache of the new process has
+                body = {**body, "cache_salt": f"{stage} {number}"}
+            assert choices(server, body) == alone[index]
+            with lock:
+                num_answers += 1
+                if num_answers >= 2 * len(BODIES) and not killed.is_set():
+                    killed.set()
+                    kill(before[f"{stage}.0"])
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(client, first) for first in range(4)]:
+            done.result()
+    server.until(lambda health: health["status"] == "ok")
+    assert_restarted(before, pids(server), stage)
+    server.look()
+
+
+@pytest.mark.parametrize(
+    ("image", "param", "words"),
+    [
+        ("https://example.com/a.png", "image_url.url", "is an https: URL, and this server fetches none"),
+        (url(b"<svg/>"), "image_url.url", "is in no format that is read here"),
+        (url(png(1)[:-40]), "image_url.url", "is no valid PNG image"),
+    ],
+)
+def test_a_bad_image_is_named(server: Server, image: str, param: str, words: str) -> None:
+    body = chat("x")
+    body["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": image}})
+    error = refused(server, body)
+    assert error["param"] == f"messages[0].content[1].{param}" and words in error["message"]
+
+
+def refused(server: Server, body: dict[str, Any]) -> Any:
+    with pytest.raises(HTTPError) as error:
+        post(server, CHATS, **body)
+    assert error.value.code == 400
+    return json.loads(error.value.read())["error"]
+
+
+def test_tokenize_counts_the_rows_of_images(server: Server) -> None:
+    body = chat("a", png(1))
+    found = post(server, "/tokenize", messages=body["messages"])
+    assert found["count"] == post(server, CHATS, **body)["usage"]["prompt_tokens"] > 5 * ROWS
+
+
+def test_images_of_gemma_3_are_refused_by_name(tmp_path: Path) -> None:
+    _, source = make_folder(tmp_path, Family("gemma3", {}, {"image_seq_length": 4}))
+    with Server(*rules(source)) as server:
+        assert next((tmp_path / "cache").rglob("media.json")).is_file()
+        error = refused(server, chat("x", png(1)))
+        assert error["code"] == "unsupported"
+        assert "images are not supported yet for gemma3 models" in error["message"]
+        assert choices(server, chat("No image."))
+
+
+def test_without_a_cache_for_rows_the_error_says_what_to_set(model: tuple[Any, Path]) -> None:
+    with Server(*rules(model[1])[:2]) as server:
+        error = refused(server, chat("x", png(1)))
+        assert error["param"] == "messages[0].content[1]" and error["code"] == "unsupported"
+        assert "set execute.encoder_cache_bytes" in error["message"]
+        assert choices(server, chat("No image."))

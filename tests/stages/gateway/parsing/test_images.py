@@ -1,0 +1,147 @@
+"""Images of chats: base64 of data: URLs becomes the bytes that ingest gets, and everything else is refused by name."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.media.limits import LIMITS, MAX_IMAGES
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.admission.open_bytes import accepted_bytes, measure
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_tokenize
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.chat.images import PIECE_CHARS, ChatImages
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from tests.zmq_requests import chat as zmq_chat
+from tests.zmq_requests import generate, parsed
+
+LIMITS_ON = RequestLimits(model="tiny", max_sequences=64, max_prompt_tokens=1000, why_no_images="")
+AT = "messages[0].content[0].image_url.url"
+
+
+def url(data: bytes, head: str = "data:image/png;base64,") -> str:
+    return head + base64.b64encode(data).decode()
+
+
+def image(data: bytes = b"abc", **fields: Any) -> Any:
+    return {"type": "image_url", "image_url": {"url": url(data), **fields}}
+
+
+def text(value: str) -> Any:
+    return {"type": "text", "text": value}
+
+
+def body(*parts: Any, role: str = "user", **fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": role, "content": list(parts), **fields}]}).encode()
+
+
+def error_of(sent: bytes, limits: RequestLimits = LIMITS_ON) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse_chat(sent, limits)
+    assert error.value.status == 400
+    return error.value
+
+
+def message_of(request: ParsedRequest) -> m.ChatMessage:
+    (prompt,) = request.prompts
+    assert isinstance(prompt, m.ChatPrompt)
+    return prompt.messages[0]
+
+
+def test_images_keep_their_place_among_the_texts() -> None:
+    sent = body(image(b"1"), text("a"), text("b"), image(b"2", detail="high"), image(b"3", detail="auto"))
+    request = parse_chat(sent, LIMITS_ON)
+    message = message_of(request)
+    assert (message.content, message.parts, message.image_offsets) == ("a\nb", ["a", "b"], [0, 2, 2])
+    paths = [f"messages[0].content[{index}].image_url.url" for index in (0, 3, 4)]
+    details = ("", "high", "")
+    expected = [m.EncodedImage(*one) for one in zip((b"1", b"2", b"3"), paths, details, strict=True)]
+    assert request.images == expected
+    assert parse_tokenize(sent, LIMITS_ON).images == expected
+
+
+def test_the_url_may_be_a_string_and_its_media_type_is_ignored() -> None:
+    for head in ("data:image/png;base64,", "data:;base64,", "DATA:text/plain;charset=x;BASE64,"):
+        request = parse_chat(body({"type": "image_url", "image_url": url(b"\xff\xfe", head)}), LIMITS_ON)
+        (found,) = request.images
+        assert (found.data, found.param) == (b"\xff\xfe", "messages[0].content[0].image_url")
+        assert (message_of(request).content, message_of(request).parts) == ("", [])
+
+
+def test_results_of_tools_may_have_images_and_the_zeromq_protocol_too() -> None:
+    request = parse_chat(body(text("a"), image(), role="tool", tool_call_id="c"), LIMITS_ON)
+    assert message_of(request).image_offsets == [1] and len(request.images) == 1
+    messages = json.loads(body(image()))["messages"]
+    request = parsed(generate(1, zmq_chat(messages)), LIMITS_ON)
+    assert message_of(request).image_offsets == [0] and request.images[0].data == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("https://a.b/c.png", "is an https: URL, and this server fetches none: send a data: URL"),
+        ("HTTP://a", "is an http: URL"),
+        ("file:///etc/passwd", "must be a data: URL with base64"),
+        ("data:image/png,abc", "must be a data: URL with base64"),
+        ("data:" + "x" * 300 + ";base64,YWJj", "must be a data: URL with base64"),
+        ("", "must be a data: URL with base64"),
+        ("data:image/png;base64,", "must be base64"),
+        ("data:image/png;base64,YWJ", "must be base64"),
+        ("data:image/png;base64,YWJj=", "must be base64"),
+        ("data:image/png;base64,YW Jj", "must be base64"),
+        ("data:image/png;base64,YW-_", "must be base64"),
+        ("data:image/png;base64,YWé_", "must be base64"),
+        ("data:image/png;base64," + "A" * (PIECE_CHARS - 2) + "==" + "AAAA", "must be base64"),
+    ],
+)
+def test_what_is_no_data_url_with_base64_is_refused(value: str, words: str) -> None:
+    error = error_of(body({"type": "image_url", "image_url": {"url": value}}))
+    assert error.param == AT and words in error.message and len(error.message) < 250
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 3 * PIECE_CHARS // 4, 3 * PIECE_CHARS // 4 + 1, 2 * PIECE_CHARS])
+def test_base64_of_any_length_is_decoded(num: int) -> None:
+    data = bytes(range(256)) * (num // 256) + bytes(num % 256)
+    images = ChatImages("")
+    images.add_url("a", url(data))
+    images.add_base64("b", base64.b64encode(data).decode())
+    assert [one.data for one in images.found] == [data, data]
+
+
+def test_an_image_that_is_too_large_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(ApiError, match=f"the limit is {LIMITS.max_bytes}"):
+        ChatImages("").add_base64("a", "*" * (LIMITS.max_bytes // 3 * 4 + 64))
+
+
+@pytest.mark.parametrize(
+    ("parts", "fields", "param", "words"),
+    [
+        ([{"type": "image_url"}], {}, "messages[0].content[0].image_url", "is required"),
+        ([image(detail="max")], {}, "messages[0].content[0].image_url.detail", "one of auto, low, high"),
+        ([image()], {"role": "system"}, "messages[0].content[0]", "messages of role user or tool"),
+        ([image()], {"role": "assistant"}, "messages[0].content[0]", "messages of role user or tool"),
+        ([image()] * (MAX_IMAGES + 1), {}, f"messages[0].content[{MAX_IMAGES}]", "one image too many"),
+    ],
+)
+def test_bad_parts_are_named(parts: list[Any], fields: dict[str, Any], param: str, words: str) -> None:
+    error = error_of(body(*parts, **fields))
+    assert error.param == param and words in error.message
+
+
+def test_the_error_of_a_server_that_takes_no_images_says_why() -> None:
+    error = error_of(body(image()), RequestLimits(model="tiny", max_sequences=1, why_no_images="it is late"))
+    assert (error.param, error.code) == ("messages[0].content[0]", "unsupported")
+    assert error.message == "'messages[0].content[0]' is an image, and it is late"
+
+
+def test_images_count_among_the_open_bytes_in_the_gateway_and_in_ingest() -> None:
+    without, data = parse_chat(body(text("a")), LIMITS_ON), bytes(100_000)
+    request = parse_chat(body(text("a"), image(data), image(data)), LIMITS_ON)
+    sizes = [measure(one) for one in (without, request)]
+    assert sizes[1].prompts[0] - sizes[0].prompts[0] > 2 * len(data)
+    assert sizes[1].num_tokens[0] > sizes[0].num_tokens[0] + 100
+    prompt, accepted = m.IdsPrompt(bytes(40)), m.Accepted(1, 1, b"")
+    submit = m.Submit(1, 1, 0, 0.0, prompt, request.options, images=request.images)
+    plain = m.Submit(1, 1, 0, 0.0, prompt, request.options)
+    assert accepted_bytes(submit, accepted, 0) - accepted_bytes(plain, accepted, 0) > 2 * len(data)
