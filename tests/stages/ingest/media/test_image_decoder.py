@@ -1,11 +1,14 @@
 """Ingest's side: images are decoded in a process, shared, cached, and refused with the name of their field."""
 
 import asyncio
+import functools
 import os
 import signal
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -16,6 +19,7 @@ from pipeline.media import config as media
 from pipeline.media import images, processors
 from pipeline.media.limits import ImageLimits
 from pipeline.stages.ingest.media import image_decoder
+from pipeline.stages.ingest.media.image_decoder import LARGE_BYTES as LARGE
 from pipeline.stages.ingest.media.image_decoder import ImageDecoder
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.media.model_files import IDEFICS3
@@ -45,6 +49,10 @@ async def decoder(folder: Path) -> AsyncIterator[ImageDecoder]:
     made.close()
 
 
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def pid_of(decoder: ImageDecoder) -> int:
     assert decoder._worker is not None
     return decoder._worker.pid
@@ -67,6 +75,49 @@ async def test_the_image_is_that_of_the_processor(decoder: ImageDecoder, folder:
     assert np.array_equal(found.pixels, expected.pixels)
     assert (found.grid, found.text, found.run_lengths) == (expected.grid, expected.text, expected.run_lengths)
     assert not found.pixels.flags.writeable
+
+
+@pytest.mark.parametrize(("size", "is_loop"), [(LARGE - 1, True), (LARGE, False)])
+async def test_the_loop_neither_hashes_nor_copies_a_large_image(
+    size: int, is_loop: bool, decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+):
+    threads: list[threading.Thread] = []
+
+    def spied(call: Callable[..., Any], *args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return call(*args)
+
+    for name in ("key_of", "_write_all"):
+        monkeypatch.setattr(image_decoder, name, functools.partial(spied, getattr(image_decoder, name)))
+    data = png(20, 20)
+    found = await decoder.decode(data + bytes(size - len(data)), PARAM)
+    assert found.pixels.shape == (await decoder.decode(data, PARAM)).pixels.shape
+    assert [one is threading.main_thread() for one in threads[:2]] == [is_loop] * 2
+
+
+async def test_a_cancelled_copy_closes_its_file(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch):
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    copy = image_decoder._write_all
+
+    def slow(fd: int, data: bytes) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        copy(fd, data)  # raises OSError if it was closed
+        ended.set()
+
+    monkeypatch.setattr(image_decoder, "_write_all", slow)
+    before = num_descriptors()
+    task = asyncio.create_task(decoder.decode(png(20, 20) + bytes(LARGE), PARAM))
+    while not begun.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set() and num_descriptors() == before
+    monkeypatch.undo()
+    await decoder.decode(png(20, 20) + bytes(LARGE), PARAM)
 
 
 async def test_an_image_is_decoded_once_for_a_scope(decoder: ImageDecoder):
