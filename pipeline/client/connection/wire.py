@@ -9,6 +9,7 @@ import msgspec
 from pipeline.client import protocol as p
 from pipeline.client.errors import RequestError
 from pipeline.client.inputs.chat import reasoning_of, tool_calls_of, unknown_keys
+from pipeline.client.inputs.images import image_part
 from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob, logprobs_of
@@ -121,6 +122,8 @@ def _part(part: Any, at: str) -> p.ContentPart:
     match part:
         case str(text) | {"type": "text", "text": str(text)}:
             return p.ContentPart("text", text)
+        case {"type": "image_url" | "image_pil"}:
+            return image_part(part, at)
     raise TypeError(f'{at} must be a string or {{"type": "text", "text": "…"}}')
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.client import protocol as p
 from pipeline.client.client import ServerInfo
 from pipeline.client.connection.wire import packed
-from pipeline.client.inputs import request_options
+from pipeline.client.inputs import images, request_options
 from pipeline.client.inputs.chat import ChatOptions, chat_options, reasoning_of, tool_calls_of, unknown_keys
 from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
@@ -79,6 +79,8 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
     """Check one prompt. Raises PromptError that names `where`."""
     if isinstance(prompt, Mapping):
         key = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
+        if "multi_modal_data" in prompt:
+            raise PromptError(f"{where}['multi_modal_data'] is not supported: give images to chat(), in its messages")
         if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
             raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
         if key not in prompt:
@@ -155,25 +157,36 @@ def _checked_message(message: Any, where: str, info: ServerInfo) -> p.MessagePar
     except (TypeError, ValueError) as error:
         raise PromptError(str(error)) from error
     if isinstance(content, (list, tuple)):
-        content = [_part(part, f"{where}['content'][{index}]") for index, part in enumerate(content)]
+        content = [_part(part, f"{where}['content'][{index}]", info) for index, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or role != "assistant"):
         raise PromptError(f"{where}['content'] must be a text, not {_shown(content)}")
     name, call_id, reasoning = message.get("name"), message.get("tool_call_id"), reasoning_of(message)
     for key, other in (("name", name), ("tool_call_id", call_id), ("reasoning", reasoning)):
         if other is not None and not isinstance(other, str):
             raise PromptError(f"{where}['{key}'] must be a text, not {_shown(other)}")
-    texts = [part.text for part in content] if isinstance(content, list) else [content or ""]
+    texts = [part.text or "" for part in content] if isinstance(content, list) else [content or ""]
     _check_text("\n".join([*texts, reasoning or ""]), f"{where}['content']", info)
     return p.MessageParam(role, content, name, calls or None, call_id, reasoning)
 
 
-def _part(part: Any, where: str) -> p.ContentPart:
-    """The text of one content part of a message, in OpenAI's format."""
+def _part(part: Any, where: str, info: ServerInfo) -> p.ContentPart:
+    """One content part of a message, in OpenAI's format."""
     match part:
         case {"type": "text", "text": str(text)}:
             return p.ContentPart("text", text)
+        case {"type": str(kind)} if kind in images.PARTS:
+            try:
+                found = images.image_part(part, where)
+            except TypeError as error:
+                raise PromptError(str(error)) from error
+            if (num_bytes := images.num_bytes(found)) > info.max_message_bytes:
+                raise PromptError(
+                    f"{where} has {num_bytes} bytes as a data: URL; this server accepts at most "
+                    f"{info.max_message_bytes} (gateway.max_body_bytes)"
+                )
+            return found
         case {"type": str(kind)} if kind != "text":
-            raise PromptError(f"{where}: content of type {kind!r} is not supported, only text")
+            raise PromptError(f"{where}: content of type {kind!r} is not supported, only text and images")
     raise PromptError(f'{where} must be a dict such as {{"type": "text", "text": "…"}}, not {_shown(part)}')
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeline import LLM, AsyncLLM, SamplingParams
 from pipeline.media import config as media
 from pipeline.media import images, processors
 from tests.compiled import link_kernels
@@ -241,6 +242,23 @@ def refused(server: Server, body: dict[str, Any]) -> Any:
         post(server, CHATS, **body)
     assert error.value.code == 400
     return json.loads(error.value.read())["error"]
+
+
+async def test_python_callers_get_the_same(server: Server) -> None:
+    data = png(30)
+    expected = choices(server, chat("Which?", data, add_generation_prompt=True))
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    for part in (
+        {"type": "image_url", "image_url": {"url": url(data)}},
+        {"type": "image_pil", "image_pil": Image.open(BytesIO(data))},
+    ):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "Which?"}, part]}]
+        async with AsyncLLM.attach(server.zmq) as llm:
+            outputs = [one async for one in llm.chat(messages, params)]
+        assert [one.token_ids for one in outputs[-1].outputs] == expected
+    with LLM.attach(server.zmq) as blocking:
+        (found,) = blocking.chat(messages, params)
+    assert [one.token_ids for one in found.outputs] == expected
 
 
 def test_tokenize_counts_the_rows_of_images(server: Server) -> None:
