@@ -169,6 +169,7 @@ def test_the_architectures_are_those_of_models() -> None:
         "gpt2",
         "starcoder",
         "gemma-embedding",
+        "gemma4",
         *delta_net.ARCHITECTURES,
         *short_conv.ARCHITECTURES,
         *encoders.ARCHITECTURES,

@@ -15,8 +15,8 @@ from tools.scaling_meter.case import Case
 
 MAX_BYTES = 16 * 1024
 EVERY = 397
-"""Of the cases of bodies, formats and grammars, one in so many runs here; all others do."""
-STRIDED = ("/", "tool format", "reasoning format", "grammar of")
+"""Of the cases of bodies, formats, grammars and tokenizers, one in so many runs here; all others do."""
+STRIDED = ("/", "tool format", "reasoning format", "grammar of", "tokenizer")
 
 
 def busy(cpu_s: float) -> None:
