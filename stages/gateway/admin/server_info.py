@@ -39,6 +39,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
         list[str],
         Meta(description="generate, embed, token_embed, classify, token_classify, score: what it can be asked for."),
     ]
+    input_modalities: Annotated[list[str], Meta(description="What its prompts can have: text, image.")]
     default_sampling_params: Annotated[
         dict[str, int | float],
         Meta(
@@ -57,6 +58,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
             max_model_len=facts.max_model_len,
             quantization=facts.quantization,
             tasks=list(tasks),
+            input_modalities=["text", "image"] if facts.num_encoder_rows else ["text"],
             default_sampling_params=recommended(defaults),
         )
 

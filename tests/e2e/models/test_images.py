@@ -4,6 +4,7 @@ the death of a stage do not change it."""
 import base64
 import json
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -242,6 +243,41 @@ def refused(server: Server, body: dict[str, Any]) -> Any:
         post(server, CHATS, **body)
     assert error.value.code == 400
     return json.loads(error.value.read())["error"]
+
+
+def test_all_dialects_answer_alike(server: Server) -> None:
+    data = base64.b64encode(png(30)).decode()
+    one, two = ({"type": "text", "text": "Which?"}, {"type": "image", "source": {"type": "base64", "data": data}})
+    fields = {"max_tokens": MAX_TOKENS, "temperature": 0}
+    options = {"num_predict": MAX_TOKENS, "temperature": 0, "top_k": 0, "top_p": 1}
+    openai = post(server, CHATS, **chat(png(30), "Which?", ignore_eos=False))
+    expected = openai["choices"][0]["message"]["content"]
+    messages = [{"role": "user", "content": [two, one]}]
+    found = post(server, "/v1/messages", model="source", messages=messages, **fields)
+    assert "".join(block["text"] for block in found["content"]) == expected
+    usage = found["usage"]
+    num = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert num == openai["usage"]["prompt_tokens"]
+    counted = post(server, "/v1/messages/count_tokens", model="source", messages=messages)
+    assert counted["input_tokens"] == num
+    said = {"role": "user", "content": "Which?", "images": [data]}
+    found = post(server, "/api/chat", model="source", messages=[said], stream=False, options=options)
+    assert found["message"]["content"] == expected and found["prompt_eval_count"] == num
+    found = post(server, "/api/generate", model="source", prompt="Which?", images=[data], stream=False, options=options)
+    assert found["response"] == expected
+    for route, body, param in (
+        ("/api/chat", {"messages": [{**said, "images": ["YWJj"]}]}, "messages[0].images[0]"),
+        ("/api/generate", {"prompt": "Which?", "images": ["YWJj"]}, "images[0]"),
+    ):
+        with pytest.raises(HTTPError) as error:
+            post(server, route, model="source", **body)
+        assert f"the image '{param}' is in no format" in json.loads(error.value.read())["error"]
+
+
+def test_lists_of_models_say_that_it_takes_images(server: Server) -> None:
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
+        assert json.load(response)["data"][0]["input_modalities"] == ["text", "image"]
+    assert "vision" in post(server, "/api/show", model="source")["capabilities"]
 
 
 async def test_python_callers_get_the_same(server: Server) -> None:

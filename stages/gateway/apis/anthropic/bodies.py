@@ -58,8 +58,17 @@ class ToolUseBlockParam(msgspec.Struct, tag_field="type", tag="tool_use"):
     cache_control: CacheControl | None = None
 
 
+class ImageSource(msgspec.Struct):
+    type: Annotated[str, Meta(description="base64; the server fetches no URLs.")]
+    media_type: Annotated[str, Meta(description="No effect: the first bytes of the image count.")] | None = None
+    data: Annotated[str, Meta(description="Base64 of a JPEG, PNG, WebP, GIF (the first frame) or BMP.")] | None = None
+
+
 class ImageBlockParam(msgspec.Struct, tag_field="type", tag="image"):
-    """Not supported."""
+    """In a user's message, or in the result of a tool: an image, for models that take them."""
+
+    source: ImageSource | None = None
+    cache_control: CacheControl | None = None
 
 
 class DocumentBlockParam(msgspec.Struct, tag_field="type", tag="document"):

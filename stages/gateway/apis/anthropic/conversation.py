@@ -3,6 +3,7 @@
     system                    a message of role system, the first; without Claude Code's billing header
     text                      the content of its message; consecutive messages of a role are one message
     thinking                  the reasoning of the assistant's message; redacted_thinking is dropped
+    image                     an image of its message, or of the result that has it
     tool_use, tool_result     a tool call, a message of role tool
     server_tool_use …         dropped, with their results: no chat has calls that the server runs
     last message assistant    the reply continues it
@@ -19,8 +20,9 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic import bodies as b
 from pipeline.stages.gateway.apis.anthropic.tools import choice_of, object_text, tools_json
-from pipeline.stages.gateway.errors import invalid
-from pipeline.stages.gateway.parsing.chat.content_parts import Document, Image, Media, not_text
+from pipeline.stages.gateway.errors import invalid, unsupported
+from pipeline.stages.gateway.parsing.chat.content_parts import Document, Media, not_text
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 
 ERROR_PREFIX = "Error: "
 CALL_ID_PREFIX = "toolu_"
@@ -30,12 +32,11 @@ BILLING_PREFIX = "x-anthropic-billing-header:"
 so the prefix cache would find none of the tools and instructions after it."""
 
 _MEDIA: dict[type, type[Media]] = {
-    b.ImageBlockParam: Image,
     b.DocumentBlockParam: Document,
     b.SearchResultBlockParam: Document,
 }
 _TEXT = '{"type": "text", "text": "…"}'
-MARKABLE = (b.TextBlockParam, b.ToolUseBlockParam, b.ToolResultBlockParam)
+MARKABLE = (b.TextBlockParam, b.ImageBlockParam, b.ToolUseBlockParam, b.ToolResultBlockParam)
 """Blocks whose `cache_control` says where a conversation may go on in another way."""
 
 
@@ -46,6 +47,7 @@ class _Turn(msgspec.Struct):
     role: str
     texts: list[str] = []
     has_parts: bool = False
+    image_offsets: list[int] = []
     calls: list[m.ToolCall] = []
     reasoning: list[str] = []
     tool_call_id: str | None = None
@@ -58,6 +60,10 @@ class _Turn(msgspec.Struct):
             self.texts[-1] += text
         elif text or self.role != "assistant":
             self.texts.append(text)
+
+    def add_image(self) -> None:
+        self.has_parts = True
+        self.image_offsets.append(len(self.texts))
 
     def add_reasoning(self, text: str) -> None:
         if self.reasoning and self.last not in (None, b.ThinkingBlockParam):
@@ -75,6 +81,7 @@ class _Turn(msgspec.Struct):
             tool_call_id=self.tool_call_id,
             reasoning="\n".join(self.reasoning) if self.reasoning else None,
             is_cache_mark=self.is_cache_mark,
+            image_offsets=self.image_offsets,
         )
 
 
@@ -90,9 +97,9 @@ def _num_parts(message: b.InputMessage) -> int:
     return max(1, len(message.content) + sum(len(content) for content in results if isinstance(content, list)))
 
 
-def prompt_of(body: b.CountTokensBody, caps: Caps) -> m.ChatPrompt:
-    """The prompt of a request. Raises ApiError."""
-    turns = _turns(body)
+def prompt_of(body: b.CountTokensBody, caps: Caps, images: ChatImages) -> m.ChatPrompt:
+    """The prompt of a request, whose images are added to `images`. Raises ApiError."""
+    turns = _turns(body, images)
     goes_on = body.messages[-1].role == "assistant"
     if goes_on and turns[-1].calls:
         at = f"messages[{len(body.messages) - 1}].content"
@@ -127,7 +134,7 @@ def _template_kwargs(body: b.CountTokensBody) -> str:
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-def _turns(body: b.CountTokensBody) -> list[_Turn]:
+def _turns(body: b.CountTokensBody, images: ChatImages) -> list[_Turn]:
     turns: list[_Turn] = []
     match body.system:
         case str(text) if text:
@@ -140,11 +147,11 @@ def _turns(body: b.CountTokensBody) -> list[_Turn]:
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
         if not isinstance(message.content, str) and not message.content and message.role != "assistant":
             raise invalid(f"{at}.content", f"'{at}.content' must not be an empty array", "invalid_value")
-        _add(turns, at, message)
+        _add(turns, at, message, images)
     return turns
 
 
-def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
+def _add(turns: list[_Turn], at: str, message: b.InputMessage, images: ChatImages) -> None:
     """Append a message to `turns`, or to the last of them if it has the same role."""
     role = message.role
     if role == "assistant":
@@ -161,9 +168,12 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
                 turn = _turn_of(turns, role)
                 turn.has_parts = True
                 turn.add_text(text)
+            case b.ImageBlockParam():
+                _add_image(where, role, block, images)
+                _turn_of(turns, role).add_image()
             case b.ToolResultBlockParam():
                 _check_role(where, "tool_result", role, "user")
-                turns.append(_result(where, block))
+                turns.append(_result(where, block, images))
             case b.ToolUseBlockParam():
                 _check_role(where, "tool_use", role, "assistant")
                 arguments = object_text(block.input, f"{where}.input")
@@ -192,7 +202,20 @@ def _turn_of(turns: list[_Turn], role: str) -> _Turn:
     return turns[-1]
 
 
-def _result(at: str, block: b.ToolResultBlockParam) -> _Turn:
+def _add_image(at: str, role: str, block: b.ImageBlockParam, images: ChatImages) -> None:
+    images.check(at, role, _TEXT)
+    match block.source:
+        case b.ImageSource(type="base64", data=str(data)):
+            images.add_base64(f"{at}.source.data", data)
+        case b.ImageSource(type="base64"):
+            raise invalid(f"{at}.source.data", f"'{at}.source.data' is required")
+        case None:
+            raise invalid(f"{at}.source", f"'{at}.source' is required")
+        case _:
+            raise unsupported(f"{at}.source.type", "it must be base64: this server fetches no URLs and has no files")
+
+
+def _result(at: str, block: b.ToolResultBlockParam, images: ChatImages) -> _Turn:
     turn = _Turn("tool", tool_call_id=_own_id(block.tool_use_id))
     match block.content:
         case None:
@@ -206,6 +229,9 @@ def _result(at: str, block: b.ToolResultBlockParam) -> _Turn:
                     turn.texts.append(one.tool_name)
                 elif isinstance(one, b.TextBlockParam):
                     turn.texts.append(one.text)
+                elif isinstance(one, b.ImageBlockParam):
+                    _add_image(f"{at}.content[{index}]", turn.role, one, images)
+                    turn.add_image()
                 else:
                     raise not_text(f"{at}.content[{index}]", _MEDIA[type(one)], _TEXT)
     if block.is_error and not "".join(turn.texts[:1]).lower().startswith("error"):

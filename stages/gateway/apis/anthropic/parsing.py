@@ -25,6 +25,7 @@ from pipeline.stages.gateway.parsing.build import (
     prompt_only,
     with_reply,
 )
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.prompt_fields import check_prompt_bytes
@@ -47,9 +48,10 @@ def parse_count_tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/messages/count_tokens: a request about its prompt only. Raises ApiError."""
     decoded = decode(_counts, body, MESSAGES_UNSUPPORTED_FIELDS)
     check_model(decoded.model, limits)
-    prompt = _prompt(decoded, limits)
+    images = ChatImages(limits.why_no_images)
+    prompt = _prompt(decoded, limits, images)
     check_prompt_bytes([prompt], limits.caps.max_prompt_bytes, MESSAGES)
-    return prompt_only(prompt, m.PromptOptions(any_length=True), "messages", limits, MESSAGES)
+    return prompt_only(prompt, m.PromptOptions(any_length=True), "messages", limits, MESSAGES, images.found)
 
 
 def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
@@ -63,7 +65,10 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
         top_k=decoded.top_k,
         response_format=None if config is None or config.format is None else _response_format(config.format),
     )
-    parsed = parsed_request_of(body, 1, lambda: [_prompt(decoded, limits)], decoded.max_tokens, limits, MESSAGES)
+    images = ChatImages(limits.why_no_images)
+    parsed = parsed_request_of(
+        body, 1, lambda: [_prompt(decoded, limits, images)], decoded.max_tokens, limits, MESSAGES, images=images
+    )
     parsed = msgspec.structs.replace(
         parsed, prompt_param="messages", left_out=shown_types(left_out(decoded.tools or ()))
     )
@@ -76,9 +81,9 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
     return parsed
 
 
-def _prompt(decoded: CountTokensBody, limits: RequestLimits) -> m.ChatPrompt:
+def _prompt(decoded: CountTokensBody, limits: RequestLimits, images: ChatImages) -> m.ChatPrompt:
     check_num_messages(num_parts(decoded.messages), limits)
-    return prompt_of(decoded, limits.caps)
+    return prompt_of(decoded, limits.caps, images)
 
 
 def _shows_reasoning(decoded: MessagesBody) -> bool:

@@ -38,7 +38,9 @@ ModelName = Annotated[
         extra_json_schema={NAME_ENDS: [TAG]},
     ),
 ]
-Images = Annotated[list[str], Meta(description="Not supported: must be null or empty.")]
+Images = Annotated[
+    list[str], Meta(description="Base64 of images, for models that take them; they stand before the text.")
+]
 MAX_DURATION_CHARS = 256
 """Go writes no duration longer than 25 characters."""
 Duration = Annotated[

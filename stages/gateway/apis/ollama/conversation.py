@@ -8,15 +8,21 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from pipeline.client.protocol.conversation import FunctionCall, MessageParam, ToolCallParam
+from pipeline.client.protocol.conversation import ContentPart, FunctionCall, MessageParam, ToolCallParam
 from pipeline.stages.gateway.apis.anthropic.tools import object_text
 from pipeline.stages.gateway.apis.ollama import bodies as b
 from pipeline.stages.gateway.errors import invalid
-from pipeline.stages.gateway.parsing.chat.content_parts import Image, not_text
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 
 
-def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
-    """The messages of a chat request. Raises ApiError."""
+def message_with(role: str, text: str, images: Sequence[str]) -> MessageParam:
+    """A message with images before its text."""
+    parts = [ContentPart("image_url", image_url=f"data:;base64,{image}") for image in images]
+    return MessageParam(role, [*parts, ContentPart("text", text)] if text else parts)
+
+
+def messages_of(messages: Sequence[b.OllamaMessage], why_no_images: str) -> list[MessageParam]:
+    """The messages of a chat request. `why_no_images`: as in `RequestLimits`. Raises ApiError."""
     open_calls = _OpenCalls()
     num_calls = 0
     taken = {call.id for message in messages for call in message.tool_calls or ()}
@@ -28,7 +34,8 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
         if message.role not in b.ROLES:
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
         if message.images:
-            raise not_text(f"{at}.images[0]", Image, f"the text in '{at}.content', and no 'images'")
+            instead = f"the text in '{at}.content', and no 'images'"
+            ChatImages(why_no_images).check(f"{at}.images[0]", message.role, instead)
         calls = [_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
         for i, call in enumerate(calls, num_calls):
             if not call.id:
@@ -40,6 +47,8 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
             tool_calls=calls or None,
             reasoning=message.thinking or None,
         )
+        if message.images:
+            translated.content = message_with(message.role, message.content or "", message.images).content
         if message.role == "tool":
             translated.name = message.tool_name or None
             translated.tool_call_id = open_calls.answered(message) or _numbered(num_calls)

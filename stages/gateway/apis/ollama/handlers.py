@@ -94,7 +94,9 @@ class OllamaApi:
         limits = self._limits()
         await self._read_body(http_request, lambda body: parsing.read_show(body, limits))
         model = self._served()
-        return _json(models.shown_model(model, await model.weight_facts(), self._started_s))
+        takes_images = not limits.why_no_images
+        facts = await model.weight_facts()
+        return _json(models.shown_model(model, facts, self._started_s, takes_images=takes_images))
 
     async def ollama_version(self, http_request: web.Request) -> web.StreamResponse:
         return _json(OllamaVersion(VERSION))

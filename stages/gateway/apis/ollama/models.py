@@ -50,13 +50,13 @@ def running(model: ServedModel, facts: WeightFacts, name: str, max_model_len: in
     )
 
 
-def shown_model(model: ServedModel, facts: WeightFacts, started_s: float) -> OllamaShowReply:
+def shown_model(model: ServedModel, facts: WeightFacts, started_s: float, *, takes_images: bool) -> OllamaShowReply:
     """The response of /api/show."""
     return OllamaShowReply(
         template=model.formats.template,
         details=_details(model, facts),
         model_info=_info(model, facts),
-        capabilities=_capabilities(model),
+        capabilities=_capabilities(model, takes_images=takes_images),
         modified_at=rfc3339(started_s),
     )
 
@@ -115,11 +115,12 @@ def _info(model: ServedModel, facts: WeightFacts) -> dict[str, Any]:
     } | {f"{config.architecture}.{name}": value for name, value in family.items()}
 
 
-def _capabilities(model: ServedModel) -> list[str]:
+def _capabilities(model: ServedModel, *, takes_images: bool) -> list[str]:
     formats = model.formats
     found = {
         "completion": "generate" in model.config.tasks,
         "embedding": "embed" in model.config.tasks and not model.config.generates,
+        "vision": takes_images,
         "tools": formats.tools is not None,
         "thinking": formats.reasoning is not None,
         "insert": find_fill_in_tokens(formats.added) is not None,

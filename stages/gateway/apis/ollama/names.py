@@ -13,9 +13,13 @@ _SHARED = (
     (r"(messages\[\d+\])\.reasoning(_content)?\b", r"\1.thinking"),
     (r"chat_template_kwargs\b", "think"),
 )
+_IMAGE = r"content\[(\d+)\](?:\.image_url)?"
+"""Images are the first parts of a message."""
 _NAMES = {
-    "chat": FieldNames(_SHARED),
-    "generate": FieldNames((*_SHARED, (r"messages(\[\d+\](\.content)?)?", "prompt"))),
+    "chat": FieldNames(((rf"(messages\[\d+\])\.{_IMAGE}", r"\1.images[\2]"), *_SHARED)),
+    "generate": FieldNames(
+        ((rf"messages\[\d+\]\.{_IMAGE}", r"images[\1]"), *_SHARED, (r"messages(\[\d+\](\.content)?)?", "prompt"))
+    ),
     "embed": FieldNames(((r"truncate_prompt_tokens\b", "truncate"),)),
     "embeddings": FieldNames(((r"input\b", "prompt"), (r"truncate_prompt_tokens\b", "prompt"))),
 }

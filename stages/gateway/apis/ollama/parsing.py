@@ -15,7 +15,7 @@ from pipeline.client.protocol.generation import JsonSchemaFormat, ResponseFormat
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.embeddings.parsing import EmbeddingsBody, embeddings_request_of
 from pipeline.stages.gateway.apis.ollama import bodies as b
-from pipeline.stages.gateway.apis.ollama.conversation import messages_of
+from pipeline.stages.gateway.apis.ollama.conversation import message_with, messages_of
 from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed
 from pipeline.stages.gateway.apis.ollama.reply import OllamaDialect
@@ -30,7 +30,7 @@ from pipeline.stages.gateway.parsing.build import (
     parsed_request_of,
     prompt_only,
 )
-from pipeline.stages.gateway.parsing.chat.content_parts import Image, not_text
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -55,8 +55,8 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
     reply_fields = OllamaFields(route="chat", model=chat.model)
     if not chat.messages:
         return _no_prompt(reply_fields, chat.keep_alive, limits)
-    check_num_messages(len(chat.messages), limits)
-    messages = messages_of(chat.messages)
+    check_num_messages(sum(1 + len(one.images or ()) for one in chat.messages), limits)
+    messages = messages_of(chat.messages, limits.why_no_images)
     last = chat.messages[-1]
     fields = _fields(chat, limits) | {"continue_final_message": last.role == "assistant" and not last.tool_calls}
     return _chat(reply_fields, ChatBody(messages=messages, tools=chat.tools, **fields), limits)
@@ -68,8 +68,11 @@ def parse_generate(body: bytes, limits: RequestLimits) -> ParsedRequest:
     check_name(decoded.model, limits)
     reply_fields = OllamaFields(route="generate", model=decoded.model)
     if decoded.images:
-        raise not_text("images[0]", Image, "the text in 'prompt', and no 'images'")
-    if not decoded.prompt and not decoded.suffix:
+        ChatImages(limits.why_no_images).check("images[0]", "user", "the text in 'prompt', and no 'images'")
+        if decoded.raw or decoded.suffix or not limits.formats.template:
+            what = "they need a chat template, and a prompt without 'raw' and 'suffix'"
+            raise unsupported("images", what)
+    if not decoded.prompt and not decoded.suffix and not decoded.images:
         return _no_prompt(reply_fields, decoded.keep_alive, limits)
     prompt = decoded.prompt or ""
     if decoded.raw:
@@ -80,7 +83,7 @@ def parse_generate(body: bytes, limits: RequestLimits) -> ParsedRequest:
     if not limits.formats.template:
         return _text(reply_fields, prompt, decoded, limits, "a model without a chat template")
     messages = [MessageParam("system", decoded.system)] if decoded.system else []
-    messages.append(MessageParam("user", prompt))
+    messages.append(message_with("user", prompt, decoded.images) if decoded.images else MessageParam("user", prompt))
     return _chat(reply_fields, ChatBody(messages=messages, **_fields(decoded, limits)), limits)
 
 

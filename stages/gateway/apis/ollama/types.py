@@ -144,7 +144,7 @@ class OllamaShowReply(msgspec.Struct, kw_only=True):
     template: Annotated[str, Meta(description="The chat template, in Jinja.")]
     details: OllamaModelDetails
     model_info: Annotated[dict[str, Any], Meta(description="Facts of the model, under the names of GGUF files.")]
-    capabilities: Annotated[list[str], Meta(description="completion, embedding, tools, thinking, insert.")]
+    capabilities: Annotated[list[str], Meta(description="completion, embedding, vision, tools, thinking, insert.")]
     modified_at: Annotated[str, Meta(description="As in /api/tags.")]
 
 

@@ -4,15 +4,19 @@ import base64
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.media.limits import LIMITS, MAX_IMAGES
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admission.open_bytes import accepted_bytes, measure
+from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.apis.ollama import parsing as ollama
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_tokenize
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.chat.images import PIECE_CHARS, ChatImages
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.text.formats.chat_formats import ChatFormats
 from tests.zmq_requests import chat as zmq_chat
 from tests.zmq_requests import generate, parsed
 
@@ -133,6 +137,95 @@ def test_the_error_of_a_server_that_takes_no_images_says_why() -> None:
     error = error_of(body(image()), RequestLimits(model="tiny", max_sequences=1, why_no_images="it is late"))
     assert (error.param, error.code) == ("messages[0].content[0]", "unsupported")
     assert error.message == "'messages[0].content[0]' is an image, and it is late"
+
+
+def blocks(*content: Any, role: str = "user") -> bytes:
+    return json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": role, "content": content}]}).encode()
+
+
+def block(encoded: bytes = b"abc", **source: Any) -> Any:
+    given = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(encoded).decode()}
+    return {"type": "image", "source": given | source}
+
+
+def test_blocks_of_the_messages_api_keep_their_place() -> None:
+    found = {"type": "tool_result", "tool_use_id": "c", "content": [text("r"), block(b"1")]}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    sent = {
+        "model": "tiny",
+        "max_tokens": 1,
+        "messages": [
+            {"role": "user", "content": [block(b"0"), text("a")]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [found, text("b"), block(b"2"), text("c")]},
+        ],
+    }
+    for parse in (parse_messages, parse_count_tokens):
+        request = parse(json.dumps(sent).encode(), LIMITS_ON)
+        (prompt,) = request.prompts
+        assert isinstance(prompt, m.ChatPrompt)
+        shown = [(one.role, one.parts, one.image_offsets) for one in prompt.messages if one.role != "assistant"]
+        assert shown == [("user", ["a"], [0]), ("tool", ["r"], [1]), ("user", ["b", "c"], [1])]
+        assert [one.data for one in request.images] == [b"0", b"1", b"2"]
+        assert request.images[1].param == "messages[2].content[0].content[1].source.data"
+
+
+@pytest.mark.parametrize(
+    ("sent", "param", "words"),
+    [
+        (blocks({"type": "image"}), "messages[0].content[0].source", "is required"),
+        (blocks(block(type="url", url="http://a")), "messages[0].content[0].source.type", "it must be base64"),
+        (blocks(block(data=None)), "messages[0].content[0].source.data", "is required"),
+        (blocks(block(data="!")), "messages[0].content[0].source.data", "must be base64"),
+        (blocks(block(), role="assistant"), "messages[0].content[0]", "messages of role user or tool"),
+    ],
+)
+def test_bad_blocks_of_the_messages_api_are_named(sent: bytes, param: str, words: str) -> None:
+    with pytest.raises(ApiError) as error:
+        parse_messages(sent, LIMITS_ON)
+    assert (error.value.status, error.value.param) == (400, param) and words in error.value.message
+
+
+def ollama_chat(image: str, **fields: Any) -> bytes:
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "images": ["MQ==", image]} | fields]
+    return json.dumps({"model": "tiny", "messages": messages}).encode()
+
+
+def ollama_generate(image: str, **fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "prompt": "b", "images": ["MQ==", image]} | fields).encode()
+
+
+def test_images_of_ollamas_api_stand_before_the_text() -> None:
+    limits = msgspec.structs.replace(LIMITS_ON, formats=ChatFormats(template="x"))
+    for request in (
+        ollama.parse_chat(ollama_chat("Mg=="), limits),
+        ollama.parse_generate(ollama_generate("Mg==", system="s"), limits),
+    ):
+        (prompt,) = request.prompts
+        assert isinstance(prompt, m.ChatPrompt)
+        assert (prompt.messages[1].parts, prompt.messages[1].image_offsets) == (["b"], [0, 0])
+        assert [one.data for one in request.images] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("parse", "sent", "param", "words"),
+    [
+        (
+            ollama.parse_chat,
+            ollama_chat("!"),
+            "messages[1].images[1]",
+            "the image 'messages[1].images[1]' must be base64",
+        ),
+        (ollama.parse_chat, ollama_chat("Mg==", role="assistant"), "messages[1].images[0]", "role user or tool"),
+        (ollama.parse_generate, ollama_generate("!", system="s"), "images[1]", "the image 'images[1]' must be base64"),
+        (ollama.parse_generate, ollama_generate("Mg==", raw=True), "images", "they need a chat template"),
+    ],
+)
+def test_bad_images_of_ollamas_api_are_named(parse: Any, sent: bytes, param: str, words: str) -> None:
+    limits = msgspec.structs.replace(LIMITS_ON, formats=ChatFormats(template="x"))
+    with pytest.raises(ApiError) as error:
+        parse(sent, limits)
+    assert (error.value.status, error.value.param) == (400, param) and words in error.value.message
 
 
 def test_images_count_among_the_open_bytes_in_the_gateway_and_in_ingest() -> None:
