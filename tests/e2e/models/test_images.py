@@ -265,6 +265,12 @@ def test_all_dialects_answer_alike(server: Server) -> None:
     assert found["message"]["content"] == expected and found["prompt_eval_count"] == num
     found = post(server, "/api/generate", model="source", prompt="Which?", images=[data], stream=False, options=options)
     assert found["response"] == expected
+    parts = [{"type": "input_image", "image_url": url(png(30))}, {"type": "input_text", "text": "Which?"}]
+    asked = {"model": "source", "input": [{"role": "user", "content": parts}]}
+    found = post(server, "/v1/responses", **asked, max_output_tokens=MAX_TOKENS, temperature=0)
+    assert found["output"][0]["content"][0]["text"] == expected and found["usage"]["input_tokens"] == num
+    more = {"model": "source", "input": "And?", "previous_response_id": found["id"]}
+    assert post(server, "/v1/responses", **more, max_output_tokens=4)["usage"]["input_tokens"] > num
     for route, body, param in (
         ("/api/chat", {"messages": [{**said, "images": ["YWJj"]}]}, "messages[0].images[0]"),
         ("/api/generate", {"prompt": "Which?", "images": ["YWJj"]}, "images[0]"),

@@ -31,6 +31,11 @@ class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
     text: str
 
 
+class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
+    image_url: Annotated[str, Meta(description="A data: URL with base64.")]
+    detail: Annotated[str, Meta(description="auto, low or high, which make no difference yet.")] = "auto"
+
+
 class Refusal(msgspec.Struct, tag_field="type", tag="refusal"):
     refusal: str
 
@@ -47,7 +52,7 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     role: str
     status: Status
-    content: list[OutputText | InputText | Refusal]
+    content: list[OutputText | InputText | InputImage | Refusal]
 
 
 class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
@@ -158,10 +163,16 @@ class InputPart(msgspec.Struct):
     """A part of a message, of reasoning, or of a function's output"""
 
     type: (
-        Annotated[str, Meta(description="input_text, output_text, refusal, reasoning_text or summary_text")] | None
+        Annotated[
+            str, Meta(description="input_text, input_image, output_text, refusal, reasoning_text or summary_text")
+        ]
+        | None
     ) = None
     text: str | None = None
     refusal: str | None = None
+    image_url: Annotated[str, Meta(description="With type input_image: a data: URL with base64.")] | None = None
+    detail: Annotated[str, Meta(description="With type input_image: auto, low or high.")] | None = None
+    file_id: Annotated[str, Meta(description="Not supported: the server stores no files.")] | None = None
 
 
 _PARTS = PartTypes(
@@ -266,7 +277,7 @@ def _message(at: str, item: InputItem, seed: str) -> MessageItem:
     if item.role not in ROLES:
         raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}", "invalid_value")
     is_output = item.role == "assistant"
-    parts: list[OutputText | InputText | Refusal] = []
+    parts: list[OutputText | InputText | InputImage | Refusal] = []
     match item.content:
         case None:
             raise _required(f"{at}.content")
@@ -275,6 +286,9 @@ def _message(at: str, item: InputItem, seed: str) -> MessageItem:
         case given:
             for j, part in enumerate(given):
                 where = f"{at}.content[{j}]"
+                if part.type == "input_image" and not is_output:
+                    parts.append(InputImage(part.image_url or "", part.detail or "auto"))
+                    continue
                 text = _PARTS.text_of(where, part, _OF_OUTPUT if is_output else _OF_INPUT)
                 if part.type == "refusal":
                     parts.append(Refusal(text))

@@ -16,6 +16,7 @@ from pipeline.stages.gateway.apis.responses.items import (
     CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputImage,
     Item,
     MessageItem,
     ReasoningItem,
@@ -24,6 +25,7 @@ from pipeline.stages.gateway.apis.responses.items import (
 from pipeline.stages.gateway.apis.responses.tools import chat_name
 from pipeline.stages.gateway.errors import invalid, shown
 from pipeline.stages.gateway.parsing.chat.custom_tools import arguments_of
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 
 
 class _Turn(msgspec.Struct):
@@ -52,9 +54,12 @@ class _Turn(msgspec.Struct):
         return m.ChatMessage("assistant", content, parts=parts, tool_calls=self.calls, reasoning=reasoning)
 
 
-def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int) -> list[m.ChatMessage]:
-    """The messages of a conversation. `num_stored` of the items come from the previous response; the others are the
-    field `input`. Raises ApiError if an output answers no call."""
+def messages_of(
+    instructions: str | None, items: Sequence[Item], num_stored: int, images: ChatImages
+) -> list[m.ChatMessage]:
+    """The messages of a conversation, whose images are added to `images`. `num_stored` of the items come from the
+    previous response; the others are the field `input`. Raises ApiError if an output answers no call, or for an image
+    that can't be sent."""
     found = [] if instructions is None else [m.ChatMessage("system", instructions)]
     turn: _Turn | None = None
     call_ids: set[str] = set()
@@ -72,7 +77,10 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
                 turn.add(_texts(item))
             case MessageItem():
                 texts = _texts(item)
-                found.append(m.ChatMessage(item.role, "\n".join(texts), parts=texts if len(texts) > 1 else None))
+                at = f"input[{index - num_stored}]" if index >= num_stored else "previous_response_id"
+                offsets = _add_images(at, item, images)
+                parts = texts if len(texts) > 1 or offsets else None
+                found.append(m.ChatMessage(item.role, "\n".join(texts), parts=parts, image_offsets=offsets))
             case FunctionCallItem() | CustomToolCallItem() if turn is not None:
                 call_ids.add(item.call_id)
                 turn.calls.append(_call(item))
@@ -104,4 +112,22 @@ def _continued(before: list[str], texts: list[str]) -> list[str]:
 
 
 def _texts(item: MessageItem) -> list[str]:
-    return [part.refusal if isinstance(part, Refusal) else part.text for part in item.content]
+    texts = [part for part in item.content if not isinstance(part, InputImage)]
+    return [part.refusal if isinstance(part, Refusal) else part.text for part in texts]
+
+
+def _add_images(at: str, item: MessageItem, images: ChatImages) -> list[int]:
+    """Add the images of a message. Returns how many texts are before each."""
+    offsets, num_texts = [], 0
+    for index, part in enumerate(item.content):
+        if not isinstance(part, InputImage):
+            num_texts += 1
+            continue
+        where = f"{at}.content[{index}]" if at.startswith("input[") else at
+        images.check(where, item.role, '{"type": "input_text", "text": "…"}')
+        if not part.image_url:
+            raise invalid(f"{where}.image_url", f"'{where}.image_url' is required: this server stores no files")
+        field = f"{where}.image_url" if where != at else at
+        images.add_url(field, part.image_url, part.detail, f"{where}.detail")
+        offsets.append(num_texts)
+    return offsets

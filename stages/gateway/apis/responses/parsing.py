@@ -138,7 +138,8 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
     response = read.body
     before = [] if response.previous_response_id is None else stored.conversation(response.previous_response_id)
     num_stored, items = len(before), before + read.new
-    messages = messages_of(response.instructions, [one.item for one in items], num_stored)
+    images = ChatImages(limits.why_no_images)
+    messages = messages_of(response.instructions, [one.item for one in items], num_stored, images)
     tools = ChatTools(response.tools or ())
     chat = _chat(response, tools)
 
@@ -156,6 +157,7 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
             CHAT,
             max_tokens_param="max_output_tokens",
             details=details,
+            images=images,
         )
         parsed = with_reply(parsed, limits)
     fields = _fields(response, tools, read.is_stored, sum_of(items) if read.is_stored else 0)

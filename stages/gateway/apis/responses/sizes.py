@@ -12,6 +12,8 @@ from pipeline.stages.gateway.apis.responses.items import (
     CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputImage,
+    InputText,
     Item,
     MessageItem,
     OutputText,
@@ -43,7 +45,7 @@ def sized(item: Item) -> SizedItem:
         case MessageItem():
             size += text_bytes(item.role)
             for part in item.content:
-                size += PART_BYTES + text_bytes(part.refusal if isinstance(part, Refusal) else part.text)
+                size += PART_BYTES + text_bytes(_text_of(part))
                 if isinstance(part, OutputText) and part.logprobs:
                     as_json: list[Any] = part.logprobs  # see OutputBuilder
                     size += sum(LOGPROB_BYTES + memoryview(one).nbytes for one in as_json)
@@ -59,6 +61,15 @@ def sized(item: Item) -> SizedItem:
             size += sum(PART_BYTES + text_bytes(one.text) for one in item.summary)
             size += sum(PART_BYTES + text_bytes(one.text) for one in item.content)
     return SizedItem(item, size, num_parts([item]))
+
+
+def _text_of(part: OutputText | InputText | InputImage | Refusal) -> str:
+    match part:
+        case InputImage():
+            return part.image_url
+        case Refusal():
+            return part.refusal
+    return part.text
 
 
 def sum_of(items: Iterable[SizedItem]) -> int:

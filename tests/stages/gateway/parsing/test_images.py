@@ -13,6 +13,7 @@ from pipeline.stages.gateway.admission.open_bytes import accepted_bytes, measure
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.ollama import parsing as ollama
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_tokenize
+from pipeline.stages.gateway.apis.responses.parsing import ParsedResponse, Referred, parse_response
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.chat.images import PIECE_CHARS, ChatImages
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -225,6 +226,55 @@ def test_bad_images_of_ollamas_api_are_named(parse: Any, sent: bytes, param: str
     limits = msgspec.structs.replace(LIMITS_ON, formats=ChatFormats(template="x"))
     with pytest.raises(ApiError) as error:
         parse(sent, limits)
+    assert (error.value.status, error.value.param) == (400, param) and words in error.value.message
+
+
+def responses(*items: Any, limits: RequestLimits = LIMITS_ON, **referred: Any) -> ParsedResponse:
+    sent = json.dumps({"input": list(items), **({"previous_response_id": "r"} if referred else {})}).encode()
+    return parse_response(sent, limits, Referred(is_on=True, **referred), "seed")
+
+
+def input_image(data: bytes = b"abc", **fields: Any) -> Any:
+    return {"type": "input_image", "image_url": url(data)} | fields
+
+
+def test_images_of_responses_stay_in_the_conversation() -> None:
+    said = {"role": "user", "content": [input_image(b"1"), {"type": "input_text", "text": "a"}, input_image(b"2")]}
+    first = responses(said)
+    message = message_of(first.request)
+    assert (message.content, message.parts, message.image_offsets) == ("a", ["a"], [0, 1])
+    assert [one.data for one in first.request.images] == [b"1", b"2"]
+    assert first.request.images[1].param == "input[0].content[2].image_url"
+    large = responses({"role": "user", "content": [input_image(bytes(3000))]})
+    assert large.items[0].num_bytes > 4000
+    second = responses({"role": "user", "content": [input_image(b"3")]}, before=first.items)
+    assert [one.data for one in second.request.images] == [b"1", b"2", b"3"]
+    assert second.request.images[0].param == "previous_response_id"
+    (prompt,) = second.request.prompts
+    assert isinstance(prompt, m.ChatPrompt)
+    assert [one.image_offsets for one in prompt.messages] == [[0, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("item", "param", "words"),
+    [
+        (
+            {"role": "user", "content": [input_image(image_url=None)]},
+            "input[0].content[0].image_url",
+            "stores no files",
+        ),
+        (
+            {"role": "user", "content": [input_image(image_url="http://a")]},
+            "input[0].content[0].image_url",
+            "fetches none",
+        ),
+        ({"role": "user", "content": [input_image(detail="x")]}, "input[0].content[0].detail", "auto, low, high"),
+        ({"role": "system", "content": [input_image()]}, "input[0].content[0]", "messages of role user or tool"),
+    ],
+)
+def test_bad_images_of_responses_are_named(item: Any, param: str, words: str) -> None:
+    with pytest.raises(ApiError) as error:
+        responses(item)
     assert (error.value.status, error.value.param) == (400, param) and words in error.value.message
 
 
