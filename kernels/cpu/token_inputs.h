@@ -79,6 +79,7 @@ class GateInputs final : public Op {
             case Activation::GELU_TANH: multiply<Activation::GELU_TANH>(token, values); break;
             case Activation::RELU: multiply<Activation::RELU>(token, values); break;
             case Activation::RELU2: multiply<Activation::RELU2>(token, values); break;
+            case Activation::GELU_QUICK: multiply<Activation::GELU_QUICK>(token, values); break;
             case Activation::SWIGLU_OAI: return;  // is not of one number
         }
         if (form_ == ActivationForm::PLAIN)
