@@ -183,10 +183,13 @@ def measured(parsed: ParsedRequest) -> ParsedRequest:
 
 def measure(parsed: ParsedRequest) -> RequestSize:
     """The size of a request, as `measured` adds it."""
-    sizes = [prompt_bytes(one) + images_bytes(parsed.images) for one in parsed.prompts]
+    sizes = [prompt_bytes(one) for one in parsed.prompts]
     # A query is in the prompt of each of a thousand documents.
     length = functools.cache(utf8_bytes) if len(sizes) > 1 else utf8_bytes
-    num_tokens = [typical_tokens(one, length) + IMAGE_TOKENS * len(parsed.images) for one in parsed.prompts]
+    num_tokens = [typical_tokens(one, length) for one in parsed.prompts]
+    if parsed.images:
+        sizes[0] += images_bytes(parsed.images)
+        num_tokens[0] += IMAGE_TOKENS * len(parsed.images)
     return RequestSize(reply_bytes(parsed), sizes, num_tokens)
 
 
@@ -217,7 +220,8 @@ def accepted_bytes(submit: m.Submit, accepted: m.Accepted, fixed: int) -> int:
         size += prompt_bytes(submit.prompt) // ID_BYTES * (PROMPT_ID_BYTES + ID_BYTES_OF_SEQUENCE * options.n)
     else:
         size += prompt_bytes(submit.prompt)
-    size += images_bytes(submit.images)  # to submit them again
+    if submit.images:  # to submit them again
+        size += images_bytes(submit.images)
     if accepted.text is not None:
         size += (2 + CHAR_BYTES * options.n) * text_bytes(accepted.text)
     for each in (accepted.token_strs, accepted.pieces):

@@ -18,8 +18,10 @@ import torch
 from PIL import Image
 
 from pipeline import LLM, AsyncLLM, SamplingParams
+from pipeline.cli.replay.replaying import replay
 from pipeline.media import config as media
 from pipeline.media import images, processors
+from pipeline.replay.compare import compare
 from tests.compiled import link_kernels
 from tests.e2e.recovery.test_recovery import RESTARTED, assert_restarted, kill, pids, post
 from tests.e2e.server import Server
@@ -307,6 +309,29 @@ def test_tokenize_counts_the_rows_of_images(server: Server) -> None:
     body = chat("a", png(1))
     found = post(server, "/tokenize", messages=body["messages"])
     assert found["count"] == post(server, CHATS, **body)["usage"]["prompt_tokens"] > 5 * ROWS
+
+
+STAGES = ("gateway", "ingest", "schedule", "execute")
+
+
+@pytest.fixture(scope="module")
+def recordings(model: tuple[Any, Path]) -> dict[str, Path]:
+    """Of a server that has had images."""
+    files = {stage: model[1].parent / f"{stage}.rec" for stage in STAGES}
+    options = tuple(part for stage, path in files.items() for part in ("--record", f"{stage}={path}"))
+    with Server(*rules(model[1]), options=options) as server:
+        for body in (*BODIES, BODIES[0]):
+            choices(server, body)
+        server.until_idle()
+    return files
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_replay_of_a_stage_sends_the_same(recordings: dict[str, Path], tmp_path: Path, stage: str) -> None:
+    replay(stage, recordings[stage], tmp_path / "out", paced=False, inline=True)
+    comparison = compare(tmp_path / "out", recordings[stage])
+    assert comparison.are_same, comparison.difference
+    assert comparison.num_same == sum(comparison.sent.values()) > 3
 
 
 def test_images_of_gemma_3_are_refused_by_name(tmp_path: Path) -> None:
