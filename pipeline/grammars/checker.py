@@ -47,11 +47,15 @@ class Checker(ForkedJobs[Check]):
         try:
             answer = msgspec.msgpack.decode(end.answer, type=Checked)
         except msgspec.DecodeError:  # the child died before its answer was complete
-            why = "checking it takes too much memory, or too deep a nesting"
-            if end.is_late:
-                why = f"checking it takes longer than {self._timeout_s:g} s"
-            answer = Checked(end.job.number, error=f"it is too complex: {why}", is_final=end.is_final)
+            answer = Checked(end.job.number, error=self._failure(end), is_final=end.is_final)
         send(self._socket, msgspec.msgpack.encode(msgspec.structs.replace(answer, took_s=end.cpu_s)))
+
+    def _failure(self, end: Ended[Check]) -> str:
+        if end.is_late:
+            return f"it is too complex: checking it takes longer than {self._timeout_s:g} s"
+        if end.signal_name:  # the library aborts for want of memory, and for want of stack
+            return f"checking it ends with {end.signal_name}: it takes too much memory, or is nested too deeply"
+        return "it is too complex: checking it takes too much memory" if end.lacked_memory else "checking it failed"
 
 
 def checked(check: Check, engine: Engine) -> Checked:

@@ -64,11 +64,15 @@ class MediaDecoder(ForkedJobs[OpenJob]):
         try:
             answer = msgspec.msgpack.decode(end.answer, type=Decoded)
         except msgspec.DecodeError:  # the child died before its answer was complete
-            why = "takes too much memory to decode"
-            if end.is_late:
-                why = f"takes longer than {self._timeout_s:g} s to decode"
-            answer = Decoded(end.job.job.number, why, end.is_final)
+            answer = Decoded(end.job.job.number, self._failure(end), end.is_final)
         send(self._socket, msgspec.msgpack.encode(msgspec.structs.replace(answer, took_s=end.cpu_s)))
+
+    def _failure(self, end: Ended[OpenJob]) -> str:
+        if end.is_late:
+            return f"takes longer than {self._timeout_s:g} s to decode"
+        if end.signal_name:
+            return f"can't be decoded: the process that decodes it was ended by {end.signal_name}"
+        return "takes too much memory to decode" if end.lacked_memory else "can't be decoded"
 
 
 def decoded(job: DecodeJob, fd: int, config: MediaConfig) -> Decoded:

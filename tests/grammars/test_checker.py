@@ -1,5 +1,7 @@
 """The checker process, with checks of our own."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -54,3 +56,25 @@ def test_a_check_that_got_little_cpu_time_is_given_more(monkeypatch: pytest.Monk
         return Checked(check.number, grammar="good")
 
     assert answer(monkeypatch, starved).grammar == "good"
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "is_final"),
+    [
+        (signal.SIGABRT, "checking it ends with SIGABRT: it takes too much memory, or is nested too deeply", True),
+        (signal.SIGKILL, "checking it ends with SIGKILL: it takes too much memory, or is nested too deeply", False),
+    ],
+)
+def test_the_error_of_a_check_names_the_signal_that_ended_it(
+    number: signal.Signals, words: str, is_final: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL is for want of memory on the machine, and says nothing of the grammar."""
+    found = answer(monkeypatch, lambda *_: os.kill(os.getpid(), number))
+    assert (found.error, found.is_final) == (words, is_final)
+
+
+def test_a_check_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: Any) -> Checked:
+        raise MemoryError
+
+    assert answer(monkeypatch, lacks).error == "it is too complex: checking it takes too much memory"

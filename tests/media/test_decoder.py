@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
@@ -113,11 +114,31 @@ def test_a_large_image_has_the_memory_that_its_pixels_need(tmp_path: Path):
     assert not answer.error
 
 
-def test_a_crash_of_a_library_is_an_error_of_its_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    instead(monkeypatch, lambda: os.kill(os.getpid(), 11))
+@pytest.mark.parametrize(("number", "is_final"), [(signal.SIGSEGV, True), (signal.SIGKILL, False)])
+def test_a_crash_of_a_library_is_an_error_of_its_image(
+    number: signal.Signals, is_final: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """If the machine's memory runs out, the kernel kills: that says nothing of the image."""
+    instead(monkeypatch, lambda: os.kill(os.getpid(), number))
     ((answer, _), (good, _)) = sorted(answers(tmp_path, b"crash", png()), key=lambda each: each[0].number)
-    assert answer.error == "takes too much memory to decode"
+    assert answer.error == f"can't be decoded: the process that decodes it was ended by {number.name}"
+    assert answer.is_final == is_final
     assert not good.error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(MemoryError(), "takes too much memory to decode"), (KeyError("a"), "can't be decoded")]
+)
+def test_a_child_that_fails_outside_of_decoding_says_why(
+    error: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def fails(*_: object) -> Decoded:
+        raise error
+
+    monkeypatch.setattr(decoder, "decoded", fails)
+    ((answer, _),) = answers(tmp_path, png())
+    assert answer.error == words
+    assert ("KeyError" in capfd.readouterr().err) == isinstance(error, KeyError)
 
 
 def test_a_child_has_no_descriptor_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ import selectors
 import signal
 import socket
 import time
+import traceback
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
@@ -39,8 +40,11 @@ MAX_EXTENDED_S = 5.0
 MARGIN = 0.1
 """Fraction of the time limit that is reserved for returning the answer."""
 
-FIRST_FD = 3
-"""The first descriptor that is no standard stream."""
+STDERR, FIRST_FD = 2, 3
+"""Descriptors: the second one is the first that is no standard stream."""
+
+FAILED, NO_MEMORY = 1, 2
+"""Exit codes of a child."""
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -73,14 +77,21 @@ class _Running(Generic[J]):
 
 
 class Ended(Generic[J]):
-    """How a job has ended."""
+    """How a job has ended. If its child failed, one of `is_late`, `lacked_memory` and `signal_name` is set, or none
+    after another exception of `run`, which is in the log."""
 
-    def __init__(self, run: _Running[J], is_late: bool, cpu_s: float, is_final: bool) -> None:
+    def __init__(self, run: _Running[J], is_late: bool, status: int, cpu_s: float, is_final: bool) -> None:
+        """`status` is that of the child, as from `os.wait4`."""
         self.job = run.job
         self.answer = b"".join(run.parts)
         """What its child has written, maybe not all of it."""
         self.is_late = is_late
         """Whether the child was killed at its deadline."""
+        self.lacked_memory = os.WIFEXITED(status) and os.WEXITSTATUS(status) == NO_MEMORY
+        """Whether `run` raised MemoryError."""
+        is_killed = os.WIFSIGNALED(status) and not is_late
+        self.signal_name = signal.Signals(os.WTERMSIG(status)).name if is_killed else ""
+        """The signal that ended the child, such as "SIGSEGV"."""
         self.cpu_s = cpu_s
         self.is_final = is_final
         """Whether the same job would end in the same way; False if a busy machine may have caused it."""
@@ -140,7 +151,7 @@ class ForkedJobs(Generic[J]):
         own_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            code = 1
+            code = FAILED
             try:
                 die_with_parent(own_pid)
                 # An open copy of the socket would hide the parent's death from the owner; others are of other jobs.
@@ -149,6 +160,10 @@ class ForkedJobs(Generic[J]):
                 with os.fdopen(writes, "wb") as out:
                     out.write(self.run(job))
                 code = 0
+            except MemoryError:
+                code = NO_MEMORY
+            except BaseException:  # noqa: BLE001 - the child ends here
+                os.write(STDERR, traceback.format_exc().encode())
             finally:
                 os._exit(code)
         os.close(writes)
@@ -181,9 +196,13 @@ class ForkedJobs(Generic[J]):
         del self._running[run.pipe]
         if is_late:
             os.kill(run.pid, signal.SIGKILL)
-        _, _, usage = os.wait4(run.pid, 0)
+        _, status, usage = os.wait4(run.pid, 0)
         cpu_s = usage.ru_utime + usage.ru_stime
-        self.ended(Ended(run, is_late, cpu_s, is_final=not is_late or cpu_s >= self._min_cpu_s))
+        if is_late:
+            is_final = cpu_s >= self._min_cpu_s
+        else:  # from elsewhere, SIGKILL is for want of memory on the machine
+            is_final = not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+        self.ended(Ended(run, is_late, status, cpu_s, is_final))
 
 
 def _close_all_but(*kept: int) -> None:
