@@ -146,6 +146,11 @@ class Sequence(msgspec.Struct, eq=False):
     """Proposed ids that were right; counted for requests with a predicted output, like the next."""
     num_rejected_drafts: int = 0
 
+    def extend_keys(self, ids: Ids, num_blocks: int, block_size: int) -> None:
+        """Have `keys` for its first `num_blocks` full blocks. `ids` are its own, wherever they are."""
+        if len(self.keys) < num_blocks:
+            prefix.extend(self.keys, ids, num_blocks, block_size, self.request.root, self.request.extras)
+
     @property
     def swapped_by(self) -> int:
         """The step that copies it to swap space, if it is swapped out."""

@@ -179,5 +179,5 @@ class ComputedPrefixes:
                 request.keys, request.prompt, num_prompt_blocks, self._block_size, request.root, request.extras
             )
             sequence.keys = list(request.keys)
-        prefix.extend(sequence.keys, sequence.ids, num_blocks, self._block_size, request.root, request.extras)
+        sequence.extend_keys(sequence.ids, num_blocks, self._block_size)
         return sequence.keys[:num_blocks]

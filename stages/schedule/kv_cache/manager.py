@@ -346,8 +346,7 @@ class KVCacheManager:
         rows = self._rows
         sequence = rows.sequences[row]
         assert sequence is not None
-        request = sequence.request
-        prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, request.root, request.extras)
+        sequence.extend_keys(rows.ids[row], num_full, self._block_size)
         keys, register, num_registered = sequence.keys, self.pool.register, int(rows.num_registered[row])
         rows.num_registered[row] = num_full
         if self.windows.is_plain:

@@ -78,7 +78,7 @@ class KVOffload:
         targets: list[int] = []
         num_registered = int(rows.num_registered[row])
         # The keys of blocks that a fork shares may not be computed yet.
-        prefix.extend(sequence.keys, rows.ids[row], num_registered, self._block_size, sequence.request.root)
+        sequence.extend_keys(rows.ids[row], num_registered, self._block_size)
         if not sequence.offloaded:
             sequence.offloaded = [[] for _ in self._groups]
         index = int(rows.num_offloaded[row])

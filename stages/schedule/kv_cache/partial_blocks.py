@@ -37,7 +37,7 @@ class PartialBlocks:
             if not rest or rows.flags[row] & RowFlag.BEAM:  # a beam search begins again with its prompt
                 continue
             request = sequence.request
-            prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, request.root, request.extras)
+            sequence.extend_keys(rows.ids[row], num_full, self._block_size)
             parent = sequence.keys[num_full - 1] if num_full else request.root
             begin = num_full * self._block_size
             extra = request.extras.get(num_full, b"")

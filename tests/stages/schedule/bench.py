@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.process.black_box import NUM_BYTES, SuspectList, suspects_in
+from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_index import HEADER_BYTES, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
@@ -240,6 +241,18 @@ class Bench(Received):
                 assert source < first_swap_id or swap.num_refs(source - first_swap_id) > 0, (
                     "a step in flight copies from a swap block that is free"
                 )
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        """Whichever part of the scheduler has computed them, keys cover the ids of their sequence, and its images."""
+        rows, block_size = self.scheduler.rows, self.scheduler.config.block_size
+        for request in self.scheduler.requests.values():
+            extras = prefix.media_extras(request.media.items, block_size) if request.media is not None else {}
+            for sequence in request.open_sequences.values():
+                ids = sequence.ids if sequence.row < 0 else rows.ids[sequence.row]
+                keys: list[bytes] = []
+                prefix.extend(keys, ids, len(sequence.keys), block_size, request.root, extras)
+                assert sequence.keys == keys, "the key of a block is not that of its content"
 
     def lose_executor(self, num_run: int, *, keeps_swap: bool = True, has_crashed: bool = True) -> None:
         """The executor dies when it has run `num_run` of the steps in flight; their results are lost."""

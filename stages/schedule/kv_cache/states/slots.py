@@ -25,7 +25,6 @@ import numpy as np
 
 from pipeline.metrics.stats import StateSlotCounts
 from pipeline.stages.schedule.arrays import Bools, Int64s
-from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.computed_prefix import ComputedPrefix
 from pipeline.stages.schedule.kv_cache.states.cuts import StateCut, cuts_of, next_in_output
 from pipeline.stages.schedule.kv_cache.states.pools import StatePools
@@ -210,7 +209,7 @@ class StateSlots:
         """The key of a row's block that ends at a position."""
         sequence, num_blocks = self._rows.sequences[row], position // self._block_size
         assert sequence is not None
-        prefix.extend(sequence.keys, self._rows.ids[row], num_blocks, self._block_size, sequence.request.root)
+        sequence.extend_keys(self._rows.ids[row], num_blocks, self._block_size)
         return sequence.keys[num_blocks - 1]
 
     def _offload(self, slot: int, key: bytes, snapshot: Snapshot, step_id: int) -> None:

@@ -65,3 +65,16 @@ def test_a_tail_is_found_only_with_the_same_image() -> None:
         bench.run()
         assert bench.scheduler.load().num_cached_tokens == num_cached
         bench.check_outputs()
+
+
+def test_keys_that_are_first_needed_for_a_copy_know_the_image() -> None:
+    """With logprobs of the prompt, parallel samples share its blocks, and look for none."""
+    bench = Bench(config(num_swap_blocks=40, **MEDIA), depth=1)
+    for name in "ab":
+        bench.admit(PROMPT, 20, 2, num_prompt_logprobs=1, media=[media_item(name, (3, ROWS))])
+    while not bench.scheduler.lifecycle.is_idle:
+        bench.fill()
+        bench.check()
+        bench.answer()
+        bench.report()
+    bench.check_outputs()
