@@ -3,7 +3,8 @@
 They depend on the class and the version that the adapter was trained with, not on the names in the model's files:
 `BloomForCausalLM` has `transformer.h.0.mlp`, `BloomModel` has `h.0.mlp`, and so have the files on the hub. The layers
 of a text model in one for texts and images are at `language_model.model.layers` before transformers 4.52, at
-`model.language_model.layers` since, and at `model.layers` if the text model was loaded alone.
+`model.language_model.layers` since, and at `model.layers` if the text model was loaded alone. Idefics has
+`text_model` there.
 """
 
 import re
@@ -18,8 +19,8 @@ OTHER_BASES: Mapping[str, tuple[str, ...]] = {
     "opt": ("model.decoder.", "decoder."),
 }
 """The same, and what the base model has, where that is something else."""
-TEXT_MODELS = ("model.language_model.", "language_model.model.", "language_model.")
-"""The same in models for texts and images."""
+TEXT_MODELS = ("model.language_model.", "language_model.model.", "language_model.", "model.text_model.", "text_model.")
+"""The same in models for texts and images; the last two in Idefics."""
 TEXT_ARCHITECTURES: frozenset[str] = frozenset({"gemma3_text", "mistral", "ministral3"})
 """Those whose models are also text models of Gemma 3 and Mistral 3; a .gguf file doesn't say whether it was one."""
 
@@ -36,7 +37,7 @@ def prefixes_of(model: ModelConfig) -> tuple[str, ...]:
     layers = layout_of(model).layers.removesuffix(".{}.")
     container = layers.rpartition(".")[2]
     bases = OTHER_BASES.get(model.architecture) or (BASES.get(container, ""), "")
-    if "language_model." in layers or model.architecture in TEXT_ARCHITECTURES:
+    if "language_model." in layers or "text_model." in layers or model.architecture in TEXT_ARCHITECTURES:
         bases += TEXT_MODELS
     return tuple(f"{base}{container}." for base in bases)
 

@@ -29,7 +29,7 @@ GEMMA, HUB = "language_model.model.", re.compile(r"\A(?:transformer|gpt_neox|mod
 LAYER = re.compile(r"(?:layers|h|blocks)\.1\.")
 OTHERS = re.compile(r"vision|shared_expert|mlp\.gate\Z")
 ALL_CASES = bool(os.environ.get("PIPELINE_ALL_CASES"))
-MODELS = [*forms.MODELS] if ALL_CASES else ["llama", "gemma3", "ministral3", "gpt_neox", "opt", "bloom"]
+MODELS = [*forms.MODELS] if ALL_CASES else ["llama", "gemma3", "ministral3", "idefics3", "gpt_neox", "opt", "bloom"]
 
 
 def prepared(source: Path) -> Path:
@@ -78,6 +78,8 @@ def names_of(name: str, shapes: dict[str, tuple[int, int]]) -> Iterator[Callable
         assert all(module.startswith("model.language_model.layers.") for module in shapes)
         for prefix in ("language_model.model.layers.", "model.layers.", "layers.", "language_model.layers."):
             yield lambda module, prefix=prefix: module.replace("model.language_model.layers.", prefix)  # type: ignore[misc]
+    if name == "idefics3":
+        yield lambda module: module.replace("text_model.", "")
 
 
 @pytest.mark.parametrize("name", MODELS)
