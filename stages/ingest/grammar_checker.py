@@ -3,9 +3,9 @@ grammar. Recent outcomes are cached. Grammars wait here for their check, in a qu
 
 import asyncio
 import hashlib
-import socket
 import time
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from pipeline.grammars.checks import MAX_CHECKS, Check, Checked
 from pipeline.runtime.messages import Failure, Grammar
 from pipeline.runtime.process import suspension
 from pipeline.runtime.queues.fair_gate import FairGate
-from pipeline.runtime.workers.worker import LENGTH, Worker
+from pipeline.runtime.workers.job_dispatcher import JobDispatcher
+from pipeline.runtime.workers.worker import WorkerLostError
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 
 MAX_KNOWN = 256
@@ -76,26 +77,21 @@ class GrammarChecker:
     """Owns the process and the cache. `model_dir` is a prepared folder."""
 
     def __init__(self, model_dir: Path, limits: LimitSettings, title: str = "pipeline: grammars") -> None:
-        self._model_dir, self._limits, self._title = model_dir, limits, title
+        self._limits = limits
         self._known: OrderedDict[bytes, CheckOutcome] = OrderedDict()
         self._known_bytes = 0
         self._asked: dict[tuple[str, bytes], asyncio.Event] = {}
         """Set when a check of a scope's grammar, and the wait for its turn, are over."""
         self._passed: OrderedDict[bytes, None] = OrderedDict()
         """The last grammars that were passed on."""
-        self._worker: Worker | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._stream: asyncio.StreamWriter | None = None
-        self._starting = asyncio.Lock()
-        """Held while the process starts, so that concurrent checks share it."""
-        self._gate = FairGate(MAX_CHECKS, MAX_CHECKS_PER_SCOPE)
-        """Of the checks in the process, so that they don't wait there."""
-        self._answers: dict[int, tuple[asyncio.Future[Checked], str]] = {}
-        """Of these checks, with their scope. A cancelled check keeps its place until its answer."""
-        self._answered_s = 0.0
-        """When the last answer came, or the process was started."""
-        self._number = 0
-        self._is_closed = False
+        self._dispatcher = JobDispatcher(
+            "pipeline.grammars.checker",
+            title,
+            [str(model_dir), str(limits.grammar_timeout_s)],
+            Checked,
+            FairGate(MAX_CHECKS, MAX_CHECKS_PER_SCOPE),
+            CHECK_TIMEOUT_S,
+        )
         self._next_slow_s = 0.0
         """When the next slow grammar may be passed on, by time.monotonic()."""
         self._slow_gate = FairGate(1, num_per_scope=1)
@@ -152,56 +148,18 @@ class GrammarChecker:
         return outcome
 
     async def _checked(self, grammar: Grammar, key: bytes, scope: str) -> CheckOutcome:
-        due_s = asyncio.get_running_loop().time() + CHECK_TIMEOUT_S
+        async def make_job(number: int) -> tuple[bytes, Sequence[int]]:
+            return msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic())), ()
+
         try:
-            async with asyncio.timeout_at(due_s):
-                checked = await self._query_twice(grammar, scope)
-        except TimeoutError:
-            if suspension.missed(due_s):
-                return await self._checked(grammar, key, scope)
-            if time.monotonic() - self._answered_s >= CHECK_TIMEOUT_S:  # else it answers others
-                self._stop("does not answer")
-            raise _busy(grammar) from None
-        except ConnectionError:
+            checked = await self._dispatcher.query(scope, len(grammar.source), make_job)
+        except WorkerLostError:
             raise _busy(grammar) from None
         if not checked.is_final:
             raise _busy(grammar)
         outcome = CheckOutcome(checked.grammar, checked.error, checked.index, checked.took_s)
         self._remember(key, outcome)
         return outcome
-
-    async def _query_twice(self, grammar: Grammar, scope: str) -> Checked:
-        """Query a new process if the first one ends: it may have been killed, or stopped because of another check.
-        Raises ConnectionError if that ends too, or if this was closed."""
-        try:
-            return await self._query(grammar, scope)
-        except ConnectionError:
-            return await self._query(grammar, scope)
-
-    async def _query(self, grammar: Grammar, scope: str) -> Checked:
-        await self._gate.enter(scope, len(grammar.source))
-        try:
-            number, stream = await self._started()
-        except BaseException:
-            self._gate.leave(scope)
-            raise
-        future: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
-        self._answers[number] = future, scope
-        data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic()))
-        stream.write(LENGTH.pack(len(data)) + data)
-        await stream.drain()
-        return await future
-
-    async def _started(self) -> tuple[int, asyncio.StreamWriter]:
-        """The number of a new check, and the stream to the process. Raises ConnectionError."""
-        if not self._is_closed:
-            async with self._starting:
-                if self._worker is None or self._stream is None or not self._worker.is_alive:
-                    await self._start()
-        if self._is_closed or (stream := self._stream) is None:
-            raise ConnectionError("the process that checks grammars was stopped")
-        self._number += 1
-        return self._number, stream
 
     async def _take_turn(self, grammar: Grammar, took_s: float, scope: str) -> None:
         """Delay a slow grammar until its turn. Raises RequestRejected if that takes too long."""
@@ -223,59 +181,8 @@ class GrammarChecker:
             if self._slow_s[scope] < MIN_SLOW_S:
                 del self._slow_s[scope]
 
-    async def _start(self) -> None:
-        self._stop("ended")
-        self._worker = Worker(
-            "pipeline.grammars.checker", self._title, [str(self._model_dir), str(self._limits.grammar_timeout_s)]
-        )
-        own = socket.socket(fileno=self._worker.socket.detach())
-        try:
-            reader, self._stream = await asyncio.open_unix_connection(sock=own)
-        except BaseException:
-            own.close()
-            raise
-        self._answered_s = time.monotonic()
-        self._reader = asyncio.get_running_loop().create_task(self._read(reader))
-
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        decoder = msgspec.msgpack.Decoder(Checked)
-        try:
-            while True:
-                (length,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
-                checked = decoder.decode(await stream.readexactly(length))
-                self._answered_s = time.monotonic()
-                future, scope = self._answers.pop(checked.number)
-                self._gate.leave(scope)
-                if not future.done():
-                    future.set_result(checked)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            if self._stream is not None:  # the process may still seem alive
-                self._stream.close()
-                self._stream = None
-            self._fail("ended")
-
-    def _fail(self, how: str) -> None:
-        answers, self._answers = self._answers, {}
-        for future, scope in answers.values():
-            self._gate.leave(scope)
-            if not future.done():
-                future.set_exception(ConnectionError(f"the process that checks grammars {how}"))
-
-    def _stop(self, how: str) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        self._fail(how)
-
     def close(self) -> None:
-        self._is_closed = True
-        self._stop("was stopped")
+        self._dispatcher.close()
 
     def _remember(self, key: bytes, outcome: CheckOutcome) -> None:
         if (before := self._known.pop(key, None)) is not None:  # another scope's check

@@ -5,10 +5,9 @@ import time
 
 import pytest
 
-from pipeline.grammars.checks import Checked
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import grammar_checker
-from pipeline.stages.ingest.grammar_checker import GrammarChecker
+from pipeline.stages.ingest.grammar_checker import CheckOutcome, GrammarChecker
 from tests.stages.ingest.test_grammar_checker import grammars as grammars
 from tests.stages.ingest.test_grammar_checker import rejected
 
@@ -16,13 +15,13 @@ from tests.stages.ingest.test_grammar_checker import rejected
 @pytest.fixture
 def num_queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sources of the grammars that the process was asked for."""
-    really, asked = GrammarChecker._query, list[str]()
+    really, asked = GrammarChecker._checked, list[str]()
 
-    async def query(checker: GrammarChecker, grammar: m.Grammar, scope: str) -> Checked:
+    async def checked(checker: GrammarChecker, grammar: m.Grammar, key: bytes, scope: str) -> CheckOutcome:
         asked.append(grammar.source)
-        return await really(checker, grammar, scope)
+        return await really(checker, grammar, key, scope)
 
-    monkeypatch.setattr(GrammarChecker, "_query", query)
+    monkeypatch.setattr(GrammarChecker, "_checked", checked)
     return asked
 
 

@@ -17,6 +17,7 @@ from pipeline.config.settings import LimitSettings, Settings
 from pipeline.grammars.checks import Checked
 from pipeline.runtime import messages as m
 from pipeline.runtime.process import suspension
+from pipeline.runtime.workers.job_dispatcher import MakeJob
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
@@ -71,19 +72,20 @@ async def test_several_checks_may_arrive_before_the_process_starts(grammars: Gra
 async def test_a_check_during_which_all_processes_were_suspended_is_repeated(
     grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really, num_queries = GrammarChecker._query, 0
+    dispatcher, num_queries = grammars._dispatcher, 0
+    really = dispatcher._query
 
-    async def query(checker: GrammarChecker, grammar: m.Grammar, scope: str) -> Checked:
+    async def query(scope: str, cost: int, make_job: MakeJob) -> Checked:
         nonlocal num_queries
         num_queries += 1
         if num_queries == 1:
-            monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 60.0)
+            monkeypatch.setattr(dispatcher, "_wait_s", 60.0)
             await asyncio.Event().wait()
-        return await really(checker, grammar, scope)
+        return await really(scope, cost, make_job)
 
-    monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(dispatcher, "_wait_s", 0.01)
     monkeypatch.setattr(suspension, "missed", lambda due_s: True)
-    monkeypatch.setattr(GrammarChecker, "_query", query)
+    monkeypatch.setattr(dispatcher, "_query", query)
     await grammars.check(m.Grammar("regex", "[ab]+"))
     assert num_queries == 2
 
@@ -205,7 +207,7 @@ async def test_a_key_s_endless_grammars_leave_places_for_other_keys(grammars: Gr
     sources = [f"{ENDLESS} // {i}" if i else ENDLESS for i in range(30)]
     hostile = [asyncio.create_task(grammars.check(m.Grammar("grammar", source), "hostile")) for source in sources]
     async with asyncio.timeout(10):
-        while grammars._gate.num_waiting < 30 - grammar_checker.MAX_CHECKS_PER_SCOPE:
+        while grammars._dispatcher._gate.num_waiting < 30 - grammar_checker.MAX_CHECKS_PER_SCOPE:
             await asyncio.sleep(0.005)
     assert await grammars.check(m.Grammar("regex", "x+"), "other")
     assert sum(task.done() for task in hostile) <= 2 * grammar_checker.MAX_CHECKS_PER_SCOPE
@@ -213,30 +215,33 @@ async def test_a_key_s_endless_grammars_leave_places_for_other_keys(grammars: Gr
         task.cancel()
     await asyncio.gather(*hostile, return_exceptions=True)
     # Cancelled checks go on in the process, and keep their places until it has ended them.
-    assert len(grammars._answers) <= grammar_checker.MAX_CHECKS_PER_SCOPE and not grammars._gate.num_waiting
+    assert (
+        len(grammars._dispatcher._answers) <= grammar_checker.MAX_CHECKS_PER_SCOPE
+        and not grammars._dispatcher._gate.num_waiting
+    )
     assert await grammars.check(m.Grammar("regex", "y+"), "hostile")
 
 
 async def test_a_dead_checker_is_replaced(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
-    assert grammars._worker is not None
-    os.kill(grammars._worker.pid, signal.SIGKILL)
-    grammars._worker._process.wait()
+    assert grammars._dispatcher._worker is not None
+    os.kill(grammars._dispatcher._worker.pid, signal.SIGKILL)
+    grammars._dispatcher._worker._process.wait()
     assert await grammars.check(m.Grammar("regex", "b+"))
 
 
 async def test_a_check_whose_checker_is_killed_is_tried_once_more(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
-    assert grammars._worker is not None
-    first = grammars._worker.pid
+    assert grammars._dispatcher._worker is not None
+    first = grammars._dispatcher._worker.pid
     os.kill(first, signal.SIGSTOP)  # so that it can't answer before it is killed
     checks = [asyncio.ensure_future(grammars.check(m.Grammar("regex", source))) for source in ("a+", "b+")]
     async with asyncio.timeout(10):
-        while len(grammars._answers) < 2:
+        while len(grammars._dispatcher._answers) < 2:
             await asyncio.sleep(0.005)
     os.kill(first, signal.SIGKILL)
     assert all(await asyncio.gather(*checks))
-    assert grammars._worker.pid != first
+    assert grammars._dispatcher._worker.pid != first
 
 
 async def test_a_check_in_progress_ends_with_its_second_checker(grammars: GrammarChecker) -> None:
@@ -247,7 +252,7 @@ async def test_a_check_in_progress_ends_with_its_second_checker(grammars: Gramma
     endless: list[psutil.Process] = []
     async with asyncio.timeout(10):
         for _ in range(2):
-            while (worker := grammars._worker) is None or psutil.Process(worker.pid) in checkers:
+            while (worker := grammars._dispatcher._worker) is None or psutil.Process(worker.pid) in checkers:
                 await asyncio.sleep(0.005)
             checkers.append(psutil.Process(worker.pid))
             while not (children := checkers[-1].children()):
@@ -263,11 +268,11 @@ async def test_no_checker_starts_after_the_end(grammars: GrammarChecker) -> None
     await grammars.check(m.Grammar("json_object"))
     hostile = asyncio.ensure_future(rejected(grammars, "grammar", ENDLESS))
     async with asyncio.timeout(10):
-        while not grammars._answers:
+        while not grammars._dispatcher._answers:
             await asyncio.sleep(0.005)
     grammars.close()
     assert (await hostile).status == 503
-    assert grammars._worker is None
+    assert grammars._dispatcher._worker is None
 
 
 async def test_a_check_that_got_no_cpu_time_continues_after_its_timeout(tmp_path: Path) -> None:

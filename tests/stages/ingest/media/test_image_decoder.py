@@ -1,6 +1,7 @@
 """Ingest's side: images are decoded in a process, shared, cached, and refused with the name of their field."""
 
 import asyncio
+import errno
 import functools
 import os
 import signal
@@ -18,6 +19,7 @@ from PIL import Image
 from pipeline.media import config as media
 from pipeline.media import images, processors
 from pipeline.media.limits import ImageLimits
+from pipeline.runtime.workers import job_dispatcher
 from pipeline.stages.ingest.media import image_decoder
 from pipeline.stages.ingest.media.image_decoder import LARGE_BYTES as LARGE
 from pipeline.stages.ingest.media.image_decoder import ImageDecoder
@@ -54,8 +56,8 @@ def num_descriptors() -> int:
 
 
 def pid_of(decoder: ImageDecoder) -> int:
-    assert decoder._worker is not None
-    return decoder._worker.pid
+    assert decoder._dispatcher._worker is not None
+    return decoder._dispatcher._worker.pid
 
 
 async def rejected(decoder: ImageDecoder, data: bytes) -> str:
@@ -96,6 +98,7 @@ async def test_the_loop_neither_hashes_nor_copies_a_large_image(
 
 
 async def test_a_cancelled_copy_closes_its_file(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch):
+    await decoder.decode(png(9, 9), PARAM)  # starts the process
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     copy = image_decoder._write_all
 
@@ -125,11 +128,11 @@ async def test_an_image_is_decoded_once_for_a_scope(decoder: ImageDecoder):
     first, second = await asyncio.gather(decoder.decode(data, PARAM), decoder.decode(data, PARAM))
     third = await decoder.decode(data, PARAM)
     assert first is second is third
-    assert decoder._number == 1
+    assert decoder._dispatcher.num_jobs == 1
     other = await decoder.decode(data, PARAM, scope="another")
     detailed = await decoder.decode(data, PARAM, detail="low")
     assert len({first.key, other.key, detailed.key}) == 3
-    assert decoder._number == 3
+    assert decoder._dispatcher.num_jobs == 3
 
 
 async def test_the_cache_has_a_bound(decoder: ImageDecoder):
@@ -181,11 +184,62 @@ async def test_a_process_that_dies_with_an_image_is_replaced(decoder: ImageDecod
     before = pid_of(decoder)
     psutil.Process(before).suspend()
     waiting = asyncio.create_task(decoder.decode(png(9, 9, seed=1), PARAM))
-    while not decoder._answers:
+    while not decoder._dispatcher._answers:
         await asyncio.sleep(0)
     os.kill(before, signal.SIGKILL)
     assert (await waiting).pixels.size
     assert pid_of(decoder) != before
+
+
+async def test_an_image_that_is_cancelled_while_the_process_starts_stops_no_other(
+    decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+):
+    connecting = asyncio.Event()
+
+    async def connect(**_: Any) -> Any:
+        connecting.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "open_unix_connection", connect)
+        first = asyncio.create_task(decoder.decode(png(9, 9), PARAM))
+        await connecting.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+    async with asyncio.timeout(image_decoder.WAIT_S / 2):
+        await decoder.decode(png(9, 9), PARAM)
+
+
+async def test_a_process_that_does_not_answer_is_replaced(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch):
+    await decoder.decode(png(9, 9), PARAM)
+    before = pid_of(decoder)
+    psutil.Process(before).suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder._dispatcher, "_wait_s", 0.2)
+        with pytest.raises(RequestRejected, match="could not be decoded in time"):
+            await decoder.decode(png(9, 9, seed=1), PARAM)
+    await decoder.decode(png(9, 9, seed=1), PARAM)
+    assert pid_of(decoder) != before
+
+
+@pytest.mark.parametrize(("owner", "name"), [(os, "memfd_create"), (job_dispatcher, "Worker")])
+async def test_an_image_for_which_there_is_no_descriptor_is_refused(
+    owner: object, name: str, decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = num_descriptors()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fails)
+        with pytest.raises(RequestRejected, match="could not be decoded in time"):
+            await decoder.decode(png(9, 9), PARAM)
+    assert decoder._dispatcher._gate.num_inside == 0
+    decoder._dispatcher._stop()
+    await asyncio.sleep(0)  # the streams' own end
+    assert num_descriptors() == before
+    await decoder.decode(png(9, 9), PARAM)
 
 
 async def test_a_cancelled_image_keeps_its_turn_until_it_is_decoded(decoder: ImageDecoder):
@@ -193,16 +247,16 @@ async def test_a_cancelled_image_keeps_its_turn_until_it_is_decoded(decoder: Ima
     process = psutil.Process(pid_of(decoder))
     process.suspend()
     waiting = asyncio.create_task(decoder.decode(png(9, 9, seed=1), PARAM))
-    while not decoder._answers:
+    while not decoder._dispatcher._answers:
         await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert decoder._gate.num_inside == 1
+    assert decoder._dispatcher._gate.num_inside == 1
     process.resume()
-    while decoder._gate.num_inside:
+    while decoder._dispatcher._gate.num_inside:
         await asyncio.sleep(0.001)
-    assert not decoder._answers
+    assert not decoder._dispatcher._answers
 
 
 async def test_each_key_has_its_share(folder: Path):
