@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from math import isqrt
-from typing import Any
 
 from pipeline.media.config import (
     Gemma3,
@@ -26,11 +25,11 @@ from pipeline.stages.prepare.media.model_files import (
     HALF,
     LANCZOS,
     PREPROCESSOR,
-    PROCESSOR,
     MediaFault,
     ModelFiles,
     in_file,
 )
+from pipeline.stages.prepare.vision.tower_defaults import CLIP, SIGLIP_KIND
 
 DEFAULT, FULL = "default", "full"
 ANYRES = "anyres_max_"
@@ -42,17 +41,11 @@ def idefics3(files: ModelFiles) -> Idefics3:
     tile = files.size("max_image_size", {"longest_edge": 364}, "longest_edge")["longest_edge"]
     merge = files.count(CONFIG, "scale_factor", 2)
     tile_rows = (tile // files.vision("patch_size")) ** 2 // merge**2
-    if files.processor.get("image_seq_len") not in (None, tile_rows):
-        raise MediaFault(
-            PROCESSOR, f"image_seq_len is {shown(files.processor['image_seq_len'])}; a tile has {tile_rows}"
-        )
+    files.require_in_processor("image_seq_len", tile_rows, "a tile has")
     longest = files.size("size", {"longest_edge": 4 * 364}, "longest_edge")["longest_edge"]
-    row_token = files.token_of("image_token", 128257)
     return Idefics3(
         **files.common(LANCZOS, HALF, HALF),
-        placeholder=row_token,
-        row_token=row_token,
-        row_id=files.id_of("image_token", 128257),
+        **files.image_token(128257),
         longest_edge=longest if files.flag("do_resize", True) else None,
         tile=tile,
         splits=files.flag("do_image_splitting", True),
@@ -63,7 +56,7 @@ def idefics3(files: ModelFiles) -> Idefics3:
 
 
 def llava(files: ModelFiles) -> Llava | Pixtral:
-    kind = files.require_type("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor", PIXTRAL)
+    kind = files.require_type("LlavaImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor", PIXTRAL)
     if kind == PIXTRAL:
         return pixtral(files)
     files.require_resize()
@@ -84,14 +77,10 @@ def llava(files: ModelFiles) -> Llava | Pixtral:
         shape = "of any shape" if seen is None else f"{seen[0]}×{seen[1]}"
         raise MediaFault(PREPROCESSOR, f"size and crop_size make images {shape}; the vision tower reads {side}×{side}")
     patch = files.vision("patch_size")
-    if files.processor.get("patch_size") not in (None, patch):
-        raise MediaFault(PROCESSOR, f"patch_size is {shown(files.processor['patch_size'])}; the tower's is {patch}")
-    row_token = files.token_of("image_token", 32000)
+    files.require_in_processor("patch_size", patch, "the tower's is")
     return Llava(
         **files.common(BICUBIC, *((HALF, HALF) if is_siglip else (CLIP_MEAN, CLIP_STD))),
-        placeholder=row_token,
-        row_token=row_token,
-        row_id=files.id_of("image_token", 32000),
+        **files.image_token(32000),
         pads_to_square=kind == "LlavaImageProcessor" and files.flag("do_pad", False),
         shortest_edge=shortest_edge,
         size=size,
@@ -105,22 +94,18 @@ def llava_onevision(files: ModelFiles) -> LlavaOnevision:
     files.require_resize()
     if files.flag("do_center_crop", False):
         raise MediaFault(PREPROCESSOR, "do_center_crop is True; that is not supported")
-    height, width = _required_size(files.size("size", {"height": 384, "width": 384}, "height width"))
+    given = files.size("size", {"height": 384, "width": 384}, "height width", "shortest_edge")
+    height, width = _height_width(given) or (given["shortest_edge"],) * 2  # as transformers: not the image's shape
     side = files.vision("image_size")
     if (height, width) != (side, side):
         raise MediaFault(PREPROCESSOR, f"size is {height}×{width}; the vision tower reads {side}×{side}")
     if _class_rows(files, FULL) != 0:
         raise MediaFault(CONFIG, "vision_feature_select_strategy must keep the rows of all patches, and no others")
     tile_side = side // files.vision("patch_size")
-    if files.processor.get("num_image_tokens") not in (None, tile_side**2):
-        value = shown(files.processor["num_image_tokens"])
-        raise MediaFault(PROCESSOR, f"num_image_tokens is {value}; a tile has {tile_side**2}")
-    row_token = files.token_of("image_token", 151646)
+    files.require_in_processor("num_image_tokens", tile_side**2, "a tile has")
     return LlavaOnevision(
         **files.common(BICUBIC, CLIP_MEAN, CLIP_STD),
-        placeholder=row_token,
-        row_token=row_token,
-        row_id=files.id_of("image_token", 151646),
+        **files.image_token(151646),
         size=(height, width),
         resolutions=_resolutions(files, side),
         tile_side=tile_side,
@@ -141,9 +126,7 @@ def gemma3(files: ModelFiles) -> Gemma3:
         raise MediaFault(
             CONFIG, f"mm_tokens_per_image is {num_rows}; it must divide {per_side}×{per_side} into squares"
         )
-    if files.processor.get("image_seq_length") not in (None, num_rows):
-        value = shown(files.processor["image_seq_length"])
-        raise MediaFault(PROCESSOR, f"image_seq_length is {value}; mm_tokens_per_image of config.json is {num_rows}")
+    files.require_in_processor("image_seq_length", num_rows, "mm_tokens_per_image of config.json is")
     begin = files.token_of("boi_token", 255999)
     return Gemma3(
         **files.common(BILINEAR, HALF, HALF),
@@ -162,8 +145,10 @@ def qwen2_vl(files: ModelFiles) -> Qwen2VL:
     files.require_type("Qwen2VLImageProcessor")
     files.require_resize()
     image = files.image_processor
-    size = image.get("size")
-    given: Mapping[str, Any] = size if isinstance(size, dict) else {}
+    given = {} if image.get("size") is None else image["size"]
+    if not isinstance(given, dict) or not given.keys() <= {"shortest_edge", "longest_edge"}:
+        words = "it must be an object with shortest_edge and longest_edge, numbers of pixels"
+        raise MediaFault(PREPROCESSOR, f"size is {shown(given)}; {words}")
     pixels = {
         "min_pixels": image.get("min_pixels") or given.get("shortest_edge") or 56 * 56,
         "max_pixels": image.get("max_pixels") or given.get("longest_edge") or 28 * 28 * 1280,
@@ -179,12 +164,9 @@ def qwen2_vl(files: ModelFiles) -> Qwen2VL:
         if (own := files.vision(key, value)) != value:
             name = key.removeprefix("spatial_")
             raise MediaFault(PREPROCESSOR, f"{name} is {value}; {key} of vision_config in config.json is {own}")
-    row_token = files.token_of("image_token", 151655)
     return Qwen2VL(
         **files.common(BICUBIC, CLIP_MEAN, CLIP_STD),
-        placeholder=row_token,
-        row_token=row_token,
-        row_id=files.id_of("image_token", 151655),
+        **files.image_token(151655),
         min_pixels=least,
         max_pixels=most,
         patch=patch,
@@ -201,14 +183,10 @@ def pixtral(files: ModelFiles) -> Pixtral:
     patch = files.vision("patch_size")
     merge = files.count(CONFIG, "spatial_merge_size", 2) if files.config.get("model_type") == "mistral3" else 1
     for key, value in (("patch_size", patch), ("spatial_merge_size", merge)):
-        if files.processor.get(key) not in (None, value):
-            raise MediaFault(PROCESSOR, f"{key} is {shown(files.processor[key])}; the model's is {value}")
-    row_token = files.token_of("image_token", 10)
+        files.require_in_processor(key, value, "the model's is")
     return Pixtral(
         **files.common(BICUBIC, CLIP_MEAN, CLIP_STD),
-        placeholder=row_token,
-        row_token=row_token,
-        row_id=files.id_of("image_token", 10),
+        **files.image_token(10),
         max_size=_required_size(given) if longest is None else (longest, longest),
         patch=patch,
         merge=merge,
@@ -241,15 +219,15 @@ def _required_size(size: Mapping[str, int]) -> Size:
 
 def _class_rows(files: ModelFiles, default: str) -> int:
     """Rows that the tower makes besides those of patches, less one that `vision_feature_select_strategy` drops."""
-    vision = files.config.get("vision_config")
-    kind = vision.get("model_type") if isinstance(vision, dict) else None
-    if kind not in ("clip_vision_model", "siglip_vision_model"):
-        words = "supported are clip_vision_model and siglip_vision_model"
-        raise MediaFault(CONFIG, f"model_type of vision_config is {shown(kind)}; {words}")
+    kind = files.tower()
+    if kind not in (CLIP, SIGLIP_KIND):
+        raise MediaFault(
+            CONFIG, f"model_type of vision_config is {shown(kind)}; supported are {CLIP} and {SIGLIP_KIND}"
+        )
     strategy = files.config.get("vision_feature_select_strategy") or default
     if strategy not in (DEFAULT, FULL):
         raise MediaFault(CONFIG, f"vision_feature_select_strategy is {shown(strategy)}; it must be default or full")
-    return int(kind == "clip_vision_model") - int(strategy == DEFAULT)
+    return int(kind == CLIP) - int(strategy == DEFAULT)
 
 
 def _resolutions(files: ModelFiles, side: int) -> tuple[Size, ...]:

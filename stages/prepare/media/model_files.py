@@ -9,10 +9,14 @@ from tokenizers import Tokenizer
 from pipeline.media.config import MAX_SIDE, Color
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.vision.tower_defaults import CLIP, IDEFICS3_DEFAULTS, PIXTRAL, SIGLIP_KIND, TOWER_DEFAULTS
 
 CONFIG = "config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
+
+FEATURE_EXTRACTOR = "feature_extractor_type"
+PROCESSOR_TYPES = ("image_processor_type", FEATURE_EXTRACTOR)
 
 BLACK: Color = (0.0, 0.0, 0.0)
 WHITE: Color = (1.0, 1.0, 1.0)
@@ -20,6 +24,9 @@ HALF: Color = (0.5, 0.5, 0.5)
 CLIP_MEAN: Color = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Color = (0.26862954, 0.26130258, 0.27577711)
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+
+TOWERS = {"llava": CLIP, "llava_onevision": SIGLIP_KIND, "gemma3": SIGLIP_KIND, "mistral3": PIXTRAL}
+"""The towers of models, by their `model_type`, if vision_config does not say its own."""
 
 
 class MediaFault(ConfigFault):
@@ -45,10 +52,15 @@ class ModelFiles:
         self._tokenizer_config, self._tokenizer = tokenizer_config, tokenizer
 
     def require_type(self, *names: str) -> str:
-        """The class of the image processor without `Fast`, which must be one of these. Raises MediaFault."""
-        key = "image_processor_type" if "image_processor_type" in self.image_processor else "feature_extractor_type"
-        value = self.image_processor.get(key)
+        """The class of the image processor without `Fast`, which must be one of these; the first if the file names
+        none. Old files name a feature extractor. Raises MediaFault."""
+        given = [key for key in PROCESSOR_TYPES if self.image_processor.get(key) is not None]
+        if not given:
+            return names[0]
+        key, value = given[0], self.image_processor[given[0]]
         stem = value.removesuffix("Fast").removesuffix("Pil") if isinstance(value, str) else value
+        if key == FEATURE_EXTRACTOR and isinstance(stem, str):
+            stem = stem.replace("FeatureExtractor", "ImageProcessor")
         if stem not in names:
             raise MediaFault(PREPROCESSOR, f"{key} is {shown(value)}; supported are {', '.join(names)}")
         return str(stem)
@@ -98,6 +110,11 @@ class ModelFiles:
         if not self.flag("do_resize", True):
             raise MediaFault(PREPROCESSOR, "do_resize is False; images of any size are not supported")
 
+    def require_in_processor(self, key: str, value: int, why: str) -> None:
+        """Raises MediaFault if the processor has another value; `why` is what the error says before the right one."""
+        if self.processor.get(key) not in (None, value):
+            raise MediaFault(PROCESSOR, f"{key} is {shown(self.processor[key])}; {why} {value}")
+
     def count(self, file: str, key: str, default: int | None = None) -> int:
         """A positive integer of a file. Raises MediaFault."""
         where = {CONFIG: self.config, PREPROCESSOR: self.image_processor, PROCESSOR: self.processor}[file]
@@ -105,12 +122,30 @@ class ModelFiles:
             return Keys(where, {}, {}).count(key, default)
 
     def vision(self, key: str, default: int | None = None) -> int:
-        """A positive integer of `vision_config`; required without a default. Raises MediaFault."""
+        """A positive integer of `vision_config`. Older versions of transformers don't write those that are the default
+        of the tower's class. Required if neither that nor `default` is there. Raises MediaFault."""
         with in_file(CONFIG):
-            vision = self.config.get("vision_config")
-            if not isinstance(vision, dict):
-                raise ConfigFault(f"vision_config is {shown(vision)}; it must be the object that describes the tower")
-            return _vision_count(vision, key, default)
+            return _vision_count(self._vision_config(), key, self._tower_defaults().get(key, default))
+
+    def tower(self) -> str | None:
+        """The kind of the vision tower, if the files tell. Raises MediaFault."""
+        with in_file(CONFIG):
+            kind = self._vision_config().get("model_type")
+            kind = TOWERS.get(str(self.config.get("model_type"))) if kind is None else kind
+            if not isinstance(kind, str | None):
+                raise ConfigFault(f"vision_config.model_type is {shown(kind)}; it must be of type str")
+            return kind
+
+    def _vision_config(self) -> Mapping[str, Any]:
+        vision = self.config.get("vision_config")
+        if not isinstance(vision, dict):
+            raise ConfigFault(f"vision_config is {shown(vision)}; it must be the object that describes the tower")
+        return vision
+
+    def _tower_defaults(self) -> Mapping[str, Any]:
+        if self.config.get("model_type") in ("idefics3", "smolvlm"):
+            return IDEFICS3_DEFAULTS
+        return TOWER_DEFAULTS.get(self.tower() or "", {})
 
     def id_of(self, stem: str, default: int) -> int:
         """The id of a token of config.json, whose key ends with `_id` or `_index`. Raises MediaFault."""
@@ -126,6 +161,11 @@ class ModelFiles:
             raise MediaFault(CONFIG, f"{stem}_id is {number}; the tokenizer has no such id")
         self._require_single(token, CONFIG)
         return token
+
+    def image_token(self, default_id: int) -> dict[str, Any]:
+        """The fields of a family with one token for an image and for its rows. Raises MediaFault."""
+        token = self.token_of("image_token", default_id)
+        return {"placeholder": token, "row_token": token, "row_id": self.id_of("image_token", default_id)}
 
     def named_token(self, name: str, default: str) -> str:
         """A token that the processor takes from the tokenizer by a name. Raises MediaFault if it is none."""

@@ -14,6 +14,13 @@ from pipeline.runtime.model.vision_config import Anyres, Matrix, Pixels, Project
 from pipeline.stages.prepare.families.architecture import renamed
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, Keys
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.vision.tower_defaults import (
+    CLIP,
+    IDEFICS3_DEFAULTS,
+    PIXTRAL,
+    SIGLIP_KIND,
+    TOWER_DEFAULTS,
+)
 
 SIGLIP = {
     "norm": "layer",
@@ -138,7 +145,7 @@ def layout_of(prefix: str, **others: str) -> Layout:
 
 
 def _idefics3(source: Source) -> VisionConfig:
-    keys, merge = VisionKeys(source.vision_config, IDEFICS3), source.config.count("scale_factor", 2)
+    keys, merge = VisionKeys(source.vision_config, IDEFICS3_DEFAULTS), source.config.count("scale_factor", 2)
     layout = layout_of("vision_model.", vision__projector__0="connector.modality_projection.proj")
     fields = patch_fields(keys, source)
     side = fields["image_size"] // fields["patch_size"]
@@ -157,8 +164,8 @@ def _llava(source: Source) -> VisionConfig:
     if VisionKeys(source.vision_config, {}).get("model_type", str) == PIXTRAL:
         return _pixtral(source)
     anyres = Anyres(max_tiles=source.media.max_tiles) if isinstance(source.media, LlavaOnevision) else None
-    kind = source.kind(CLIP if anyres is None else SIGLIP_KIND, DEFAULTS)
-    keys, config, is_clip = VisionKeys(source.vision_config, DEFAULTS[kind]), source.config, kind == CLIP
+    kind = source.kind(CLIP if anyres is None else SIGLIP_KIND, (CLIP, SIGLIP_KIND))
+    keys, config, is_clip = VisionKeys(source.vision_config, TOWER_DEFAULTS[kind]), source.config, kind == CLIP
     strategy = config.get("vision_feature_select_strategy", str, "default" if anyres is None else "full")
     if strategy != ("default" if is_clip else "full"):
         raise NotServed(f"vision_feature_select_strategy is {shown(strategy)} for a tower of {kind}")
@@ -199,7 +206,7 @@ def _num_layers(keys: Keys, config: Keys, default: int) -> int:
 
 
 def _gemma3(source: Source) -> VisionConfig:
-    keys, text = VisionKeys(source.vision_config, DEFAULTS[source.kind(SIGLIP_KIND, [SIGLIP_KIND])]), source.text
+    keys, text = VisionKeys(source.vision_config, TOWER_DEFAULTS[source.kind(SIGLIP_KIND, [SIGLIP_KIND])]), source.text
     fields, num_rows = patch_fields(keys, source), source.config.count("mm_tokens_per_image", 256)
     side, rows = fields["image_size"] // fields["patch_size"], isqrt(num_rows)
     if rows**2 != num_rows or side % rows:
@@ -221,7 +228,11 @@ def _gemma3(source: Source) -> VisionConfig:
 def _pixtral(source: Source) -> VisionConfig:
     """Mistral 3, and LLaVA with Pixtral."""
     source.kind(PIXTRAL, [PIXTRAL])
-    keys, config, hidden = VisionKeys(source.vision_config, PIXTRAL_DEFAULTS), source.config, source.text.hidden_size
+    keys, config, hidden = (
+        VisionKeys(source.vision_config, TOWER_DEFAULTS[PIXTRAL]),
+        source.config,
+        source.text.hidden_size,
+    )
     merges = config.get("model_type", str) == "mistral3"
     bias = config.flag("multimodal_projector_bias", not merges)
     matrices = [
@@ -268,7 +279,6 @@ def _pixtral(source: Source) -> VisionConfig:
     )
 
 
-CLIP, SIGLIP_KIND, PIXTRAL = "clip_vision_model", "siglip_vision_model", "pixtral"
 PIXTRAL_PIECES = {
     **{f"self_attn.{name}_proj": Piece(f"attention.{name}_proj") for name in "qkvo"},
     **{f"mlp.{name}_proj": Piece(f"feed_forward.{name}_proj") for name in ("gate", "up", "down")},
@@ -278,28 +288,6 @@ PIXTRAL_PIECES = {
     "model.embed_norm": Piece("vision_tower.ln_pre"),
     "vision.projector.norm": Piece("multi_modal_projector.norm"),
 }
-PIXTRAL_DEFAULTS = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "image_size": 1024,
-    "patch_size": 16,
-    "hidden_act": "gelu",
-}
-BASE = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    CLIP: {**BASE, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
-    SIGLIP_KIND: {**BASE, "patch_size": 16},
-}
-"""By `model_type` of vision_config."""
-IDEFICS3 = {**BASE, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 
 FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
     "idefics3": _idefics3,

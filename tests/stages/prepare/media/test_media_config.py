@@ -81,6 +81,63 @@ def test_newer_folders_have_both_in_one_file(tmp_path: Path):
     assert (read.longest_edge, read.tile, read.tile_rows) == (256, 64, 16)
 
 
+def without(model: Model, *keys: str, **others: Any) -> Model:
+    """With an image processor that lacks keys, and has others."""
+    image = {key: value for key, value in model.image_processor.items() if key not in keys}
+    return Model(model.config, {**image, **others}, model.processor)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_a_processor_without_a_type_is_that_of_the_model(model: Model, tmp_path: Path):
+    read = without(model, "image_processor_type").read(tmp_path)
+    assert read == model.read(tmp_path)
+
+
+def test_an_old_processor_is_named_as_a_feature_extractor(tmp_path: Path):
+    old = without(LLAVA, "image_processor_type", "size", "crop_size", size=56, crop_size=56)
+    old.image_processor["feature_extractor_type"] = "CLIPFeatureExtractor"
+    assert old.read(tmp_path) == LLAVA.read(tmp_path)
+
+
+@pytest.mark.parametrize("size", [56, {"shortest_edge": 56}, [56, 56]])
+def test_llava_onevision_s_tiles_are_square_in_all_forms_of_their_size(size: Any, tmp_path: Path):
+    assert without(ONEVISION, "size", size=size).read(tmp_path) == ONEVISION.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "vision", "num_rows"),
+    [
+        (LLAVA, {"model_type": "siglip_vision_model"}, 196),  # 224 pixels, 16 a patch
+        (LLAVA, {"model_type": "clip_vision_model"}, 50),  # 224 pixels, 32 a patch
+        (LLAVA, {"patch_size": 14}, 257),  # CLIP is LLaVA's default
+    ],
+)
+def test_a_vision_config_without_defaults_of_its_class(
+    model: Model, vision: dict[str, Any], num_rows: int, tmp_path: Path
+):
+    """Older versions of transformers write only what differs from the tower's class."""
+    kind = "Siglip" if vision.get("model_type") == "siglip_vision_model" else "CLIP"
+    config = {**model.config, "vision_config": vision, "vision_feature_select_strategy": "full"}
+    read = Model(config, {"image_processor_type": f"{kind}ImageProcessor"}, {}).read(tmp_path)
+    assert isinstance(read, Llava)
+    assert read.num_rows == num_rows
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "patch"), [(IDEFICS3, None, 32), (GEMMA3, 224, 16), (PIXTRAL, 1024, 16), (ONEVISION, 224, 16)]
+)
+def test_a_vision_config_that_is_the_default_of_its_class(model: Model, size: int | None, patch: int, tmp_path: Path):
+    vision = {"model_type": model.config["vision_config"].get("model_type", "idefics3")}
+    image = {**model.image_processor}
+    if model in (GEMMA3, ONEVISION):
+        image |= {"size": {"height": size, "width": size}, "image_grid_pinpoints": [[size, size]]}
+    lean = Model({**model.config, "mm_tokens_per_image": 49, "vision_config": vision}, image, {})
+    full = Model(
+        {**lean.config, "vision_config": {**vision, "image_size": size or 224, "patch_size": patch}}, image, {}
+    )
+    assert lean.read(tmp_path) == full.read(tmp_path)
+
+
 def test_qwen_s_limits_may_have_the_old_names(tmp_path: Path):
     read = QWEN2_VL.read(tmp_path)
     assert isinstance(read, Qwen2VL)
@@ -106,7 +163,7 @@ IMAGE, OWN, TOWER = "preprocessor_config.json", "processor_config.json", "config
 @pytest.mark.parametrize(
     ("name", "file", "change", "error"),
     [
-        ("llava", IMAGE, {"image_processor_type": "Foo"}, "image_processor_type is 'Foo'; supported are CLIPImage"),
+        ("llava", IMAGE, {"image_processor_type": "Foo"}, "image_processor_type is 'Foo'; supported are LlavaImage"),
         ("llava", IMAGE, {"resample": 9}, "resample is 9; it must be the number of a filter, 0 to 5"),
         ("llava", IMAGE, {"resample": "no"}, "resample is 'no'; it must be of type int"),
         ("llava", IMAGE, {"size": {"width": 3}}, "size is {'width': 3}; it must be an object with height and width or"),
@@ -134,6 +191,8 @@ IMAGE, OWN, TOWER = "preprocessor_config.json", "processor_config.json", "config
         ("gemma3", OWN, {"image_seq_length": 256}, "image_seq_length is 256; mm_tokens_per_image of config.json is 16"),
         ("qwen2_vl", IMAGE, {"min_pixels": 200000}, "min_pixels is 200000; it must be at most max_pixels, 100000"),
         ("qwen2_vl", IMAGE, {"merge_size": 3}, "merge_size is 3; spatial_merge_size of vision_config"),
+        ("qwen2_vl", IMAGE, {"size": 56}, "size is 56; it must be an object with shortest_edge and longest_edge"),
+        ("qwen2_vl", IMAGE, {"size": {"height": 56, "width": 56}}, "must be an object with shortest_edge and longest"),
         ("qwen2_vl", IMAGE, {"max_pixels": 2**40}, "a value is out of range"),
         ("pixtral", OWN, {"spatial_merge_size": 4}, "spatial_merge_size is 4; the model's is 2"),
     ],
