@@ -7,7 +7,7 @@
 class Embed final : public Op {
    public:
     // The table has the rows of the ids from `first` to before `end`. Tokens with other ids are other ranks'; the first
-    // one has `encoded`, the rows of the encoder cache, or null.
+    // one has `encoded`, the rows of the encoder cache, and so the tokens with negative ids; the others have null.
     Embed(float* residual, const Matrix& table, float scale, const float* encoded, int first = 0, int end = INT32_MAX)
         : Op("embed"), residual_(residual), table_(table), scale_(scale), encoded_(encoded), first_(first), end_(end) {}
 

@@ -34,7 +34,7 @@ class Encodes:
     ) -> None:
         """`library` is that of the language model. Raises UserError as `VisionEncoder`."""
         self.rows: FloatArray | None = None
-        """[rows, hidden_size]; None on a rank that does not encode: it only reads what the steps bring."""
+        """[rows, hidden_size]; None on a rank that does not encode: it only knows which positions are not its own."""
         self._encoder: VisionEncoder | None = None
         if num_rows:
             self.rows = np.zeros((num_rows, vision.hidden_size), np.float32)
@@ -57,10 +57,7 @@ class Encodes:
             end += num
         assert end == len(slots), "spans of another number of rows than are named"
         jobs = [(take(job.slots, np.int32), take(job.pixels, np.uint8), job) for job in step.encodes]
-        if self.rows is None or self._encoder is None:
-            self._spans.clear()
-            return
-        if not jobs:
+        if self.rows is None or self._encoder is None or not jobs:
             return
         began = clock()
         for targets, pixels, job in jobs:
@@ -70,7 +67,8 @@ class Encodes:
         self.seconds = clock() - began
 
     def put(self, ids: IntArray, rows: IntArray, starts: IntArray, counts: IntArray) -> None:
-        """Replace the ids of spans by ~i for row i of the cache. `ids` are those of all entries, in order."""
+        """Replace the ids of spans by ~i for row i of the cache, on every rank: that of the placeholder's embedding
+        must not write it over the row of the first one. `ids` are those of all entries, in order."""
         if not self._spans:
             return
         begin = 0
