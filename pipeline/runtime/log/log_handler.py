@@ -2,7 +2,7 @@
 a service whose pipe is full.
 
     what logs ──line──► the thread ──► standard error
-        └── waits until it is written, so that the lines before a crash are there, but no longer than WAIT_S
+        └── waits until it is written, so that the lines before a crash are there, but not for a reader that has stopped
 """
 
 import logging
@@ -13,7 +13,10 @@ from collections.abc import Callable
 from typing import IO
 
 WAIT_S = 0.01
-"""A line takes less than a millisecond. After one that takes longer, nothing waits until all are written."""
+"""A line takes less than a millisecond. After one that takes longer, nothing waits until all are written: the reader
+has stopped."""
+BUSY_WAIT_S = 0.04
+"""The same if there is room for a line: the cores or the disk are busy."""
 MAX_WAITING_BYTES = 1024**2
 """Beyond it, lines are dropped and counted."""
 FLUSH_S = 1.0
@@ -32,6 +35,11 @@ class LogHandler(logging.Handler):
             self._fd = -1
         self.keep: Callable[[bytes], None] = lambda _: None
         """Called with each line before it is written, also with those that are dropped."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing waits. Again in a process that was forked: the thread and the lines that wait are its parent's."""
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._lines: list[bytes] = []
         self._num_bytes = 0
@@ -48,40 +56,65 @@ class LogHandler(logging.Handler):
             self.handleError(record)
             return
         self.keep(line)
+        if self._pid != os.getpid():
+            self._begin()
         with self._changed:
             if self._num_bytes + len(line) > MAX_WAITING_BYTES:
                 self._num_dropped, self._why = self._num_dropped + 1, "they were read more slowly than they came"
                 return
             self._lines.append(line)
             self._num_bytes += len(line)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-                self._thread.start()
+            self._start_thread()
             self._changed.notify_all()
-            self._is_slow = self._is_slow or not self._wait(WAIT_S)
+            if not (self._is_slow or self._wait(WAIT_S)):
+                self._is_slow = not (self._has_room() and self._wait(BUSY_WAIT_S))
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="log", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the limit of threads, or the interpreter ends
+                self._write_one()
+            else:
+                self._thread = thread
 
     def flush(self) -> None:
         """Called when the process ends."""
+        if self._pid != os.getpid():
+            return
         with self._changed:
             self._wait(WAIT_S if self._is_slow else FLUSH_S)
 
     def _wait(self, timeout_s: float) -> bool:
         return self._changed.wait_for(lambda: not self._num_bytes, timeout_s)
 
+    def _has_room(self) -> bool:
+        """Whether a line can be written now, as far as the system knows."""
+        if self._fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        return bool(poll.poll(0))
+
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lines)
-                line, num_dropped = self._lines.pop(0), self._num_dropped
-            problem = self._write(self._dropped_line(num_dropped) + line if num_dropped else line)
-            with self._changed:
-                self._num_bytes -= len(line)
-                if problem:
-                    self._num_dropped, self._why = self._num_dropped + 1, problem
-                else:
-                    self._num_dropped -= num_dropped
-                self._is_slow = self._is_slow and bool(self._num_bytes)
-                self._changed.notify_all()
+            self._write_one()
+
+    def _write_one(self) -> None:
+        """Wait for a line, and write it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines)
+            line, num_dropped = self._lines.pop(0), self._num_dropped
+        problem = self._write(self._dropped_line(num_dropped) + line if num_dropped else line)
+        with self._changed:
+            self._num_bytes -= len(line)
+            if problem:
+                self._num_dropped, self._why = self._num_dropped + 1, problem
+            else:
+                self._num_dropped -= num_dropped
+            self._is_slow = self._is_slow and bool(self._num_bytes)
+            self._changed.notify_all()
 
     def _dropped_line(self, num: int) -> bytes:
         record = logging.LogRecord("pipeline", logging.WARNING, "", 0, "log lines were dropped", None, None)

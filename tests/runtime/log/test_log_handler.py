@@ -27,6 +27,18 @@ for index in range(200):
     log.info("line", extra={"fields": {"index": index}})
 os.kill(os.getpid(), 9)
 """
+FORKS = """
+import os
+from pipeline.runtime.log.logs import open_log
+
+log = open_log("execute.0", "info")
+log.info("before")
+if (child := os.fork()) == 0:
+    log.info("in the child")
+    os._exit(0)
+os.waitpid(child, 0)
+log.info("after")
+"""
 
 
 @pytest.fixture
@@ -109,9 +121,32 @@ def test_a_full_disk_costs_the_lines_of_that_time_only(pipe: tuple[int, int], mo
     assert len(lines) == 4 and lines[0].startswith(lines[1][:2]) and len(lines[1]) == 8, "a part of a line is ended"
 
 
-def test_lines_before_a_crash_are_there() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, check=False, timeout=PATIENCE_S)
+@pytest.mark.parametrize("machine", ["quiet", "busy"])
+def test_lines_before_a_crash_are_there(machine: str) -> None:
+    settings = f"from pipeline.runtime.log import log_handler\nlog_handler.BUSY_WAIT_S = {PATIENCE_S}\n"
+    if machine == "busy":  # the thread does not get a core in time
+        settings += "log_handler.WAIT_S = 0.0\n"
+    program = settings + PROGRAM
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, check=False, timeout=PATIENCE_S)
     assert done.returncode == -9 and done.stderr.count(b"line index=") == 200
+
+
+def test_a_forked_process_writes_its_lines() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], stderr=subprocess.PIPE, check=True, timeout=PATIENCE_S)
+    lines = [line.split(b" execute.0 ")[1] for line in done.stderr.splitlines()]
+    assert lines == [b"before", b"in the child", b"after"]
+
+
+def test_lines_are_written_if_no_thread_can_be_started(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    log, _ = logger_of(pipe[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        log.info("without")
+    log.info("with")
+    assert [line.split()[-1] for line in os.read(pipe[0], 1 << 16).splitlines()] == [b"without", b"with"]
 
 
 def test_a_terminal_that_another_process_has_made_non_blocking_loses_nothing(pipe: tuple[int, int]) -> None:
