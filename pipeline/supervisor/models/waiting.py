@@ -14,8 +14,8 @@ from pipeline.supervisor.models.memory import needed_before
 from pipeline.supervisor.models.model_thread import Event, ManagedModel
 from pipeline.supervisor.models.placement import Decision, Occupant, decide, turn_bytes
 
-WAKE_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)
-"""How long a model whose wake has failed waits until the next one, by the number of failures in a row."""
+PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)
+"""How long a model that could not wake, or not sleep, waits until the next try, by the number of failures in a row."""
 
 
 class WaitingModels:
@@ -42,8 +42,8 @@ class WaitingModels:
         """When the next turn begins, by time.monotonic()."""
         self._reported: set[str] = set()
         """Those that wait open-endedly, which the log has."""
-        self._num_failed: dict[str, int] = {}
-        """How many wakes of a model have failed, one after the other."""
+        self._num_failed: dict[tuple[str, Event], int] = {}
+        """How many tries of a model have failed, one after the other, by its name and "not awake" or "not asleep"."""
         self._may_wake_s: dict[str, float] = {}
         """When it is woken again at the earliest, by time.monotonic()."""
 
@@ -177,22 +177,28 @@ class WaitingModels:
 
     def happened(self, model: ManagedModel, event: Event, num_bytes: int) -> None:
         """A model has fallen asleep or woken, or could not."""
+        now_s = time.monotonic()
         if event in ("asleep", "not awake"):
             if event == "asleep":
+                self._num_failed.pop((model.name, "not asleep"), None)
                 model.saved_bytes = num_bytes
                 model.num_turns += 1
             else:
-                self._wake_failed(model.name)
+                pause_s = self._failed(model.name, event, 0.0)
+                self._may_wake_s[model.name] = now_s + pause_s
+                self._log.warning("can't wake", extra={"fields": {"model": model.name, "again_s": pause_s}})
             model.turn = "asleep"
             if model.is_busy:
                 self.want(model)
-        else:
-            self._num_failed.pop(model.name, None)
-            model.turn, model.awake_since_s = "awake", time.monotonic()
+            return
+        model.turn, model.awake_since_s = "awake", now_s
+        if event == "awake":
+            self._num_failed.pop((model.name, "not awake"), None)
+        else:  # it sleeps at the end of its quantum, which begins later
+            model.awake_since_s += self._failed(model.name, event, self._quantum_s) - self._quantum_s
 
-    def _wake_failed(self, name: str) -> None:
-        num_before = self._num_failed.get(name, 0)
-        self._num_failed[name] = num_before + 1
-        pause_s = WAKE_PAUSES_S[min(num_before, len(WAKE_PAUSES_S) - 1)]
-        self._may_wake_s[name] = time.monotonic() + pause_s
-        self._log.warning("can't wake", extra={"fields": {"model": name, "again_s": pause_s}})
+    def _failed(self, name: str, event: Event, least_s: float) -> float:
+        """Returns the seconds until the next try."""
+        num_before = self._num_failed.get((name, event), 0)
+        self._num_failed[name, event] = num_before + 1
+        return max(least_s, PAUSES_S[min(num_before, len(PAUSES_S) - 1)])

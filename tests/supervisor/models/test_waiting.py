@@ -14,7 +14,7 @@ from pipeline.supervisor.models import waiting
 from pipeline.supervisor.models.manager import ModelManager
 from pipeline.supervisor.models.memory import PROCESSES_BYTES, SLEEPING_BYTES
 from pipeline.supervisor.models.model_thread import ManagedModel
-from pipeline.supervisor.models.waiting import WAKE_PAUSES_S, WaitingModels
+from pipeline.supervisor.models.waiting import PAUSES_S, WaitingModels
 from pipeline.supervisor.stopping import EXIT_OK
 
 MIB = 1 << 20
@@ -82,7 +82,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_a_model_that_can_not_wake_is_woken_again_after_a_pause_that_grows(bench: Bench) -> None:
     assert bench.turn() == ["wake"]
-    for pause_s in (*WAKE_PAUSES_S, WAKE_PAUSES_S[-1]):
+    for pause_s in (*PAUSES_S, PAUSES_S[-1]):
         bench.fail()
         assert bench.turn() == [] and bench.waiting.due_s == bench.now_s + pause_s
         assert bench.waiting.position("a") == 1
@@ -100,7 +100,24 @@ def test_the_pause_is_the_first_one_again_once_it_was_awake(bench: Bench) -> Non
     bench.waiting.happened(bench.models["a"], "asleep", 0)
     assert bench.turn() == ["wake"]
     bench.fail()
-    assert bench.turn(WAKE_PAUSES_S[0]) == ["wake"]
+    assert bench.turn(PAUSES_S[0]) == ["wake"]
+
+
+def test_a_model_that_can_not_sleep_is_put_to_sleep_again_after_a_pause_that_grows(bench: Bench) -> None:
+    bench.waiting._memory_bytes = 1800 * MIB  # of one, while the other sleeps
+    bench.waiting.drop("a")
+    bench.models["a"].turn, bench.models["a"].awake_since_s = "awake", bench.now_s - 10.0
+    bench.waiting.want(bench.models["b"])
+    assert bench.turn() == ["sleep"]
+    for pause_s in (10.0, 10.0, 10.0, 15.0, 30.0, 30.0):  # at least the quantum
+        bench.waiting.happened(bench.models["a"], "not asleep", 0)
+        assert bench.turn() == [] and bench.waiting.due_s == bench.now_s + pause_s
+        assert bench.turn(pause_s - 0.5) == []
+        assert bench.turn(0.5) == ["sleep"]
+    bench.waiting.happened(bench.models["a"], "asleep", 0)
+    bench.models["a"].turn = "awake"
+    bench.waiting.happened(bench.models["a"], "not asleep", 0)
+    assert bench.turn() == [] and bench.waiting.due_s == bench.now_s + 10.0, "the pause is the first one again"
 
 
 def test_another_model_is_loaded_during_the_pause(bench: Bench) -> None:
