@@ -193,6 +193,8 @@ class KeyAccounts:
 
 ACCOUNT = web.RequestKey("account", Account)
 """Of a request that counts against the limits of its key."""
+COUNTED = web.RequestKey("counted", bool)
+"""Of a request that has arrived at its account: it counts once, however often it is tried."""
 
 
 async def add_limit_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:

@@ -9,7 +9,7 @@ from aiohttp import web
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server import expect, request_ids, time_left
 from pipeline.http_server.access.guard import current_scope
-from pipeline.http_server.access.key_accounts import ACCOUNT, Account
+from pipeline.http_server.access.key_accounts import ACCOUNT, COUNTED, Account
 from pipeline.http_server.bodies import body_reader
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader, OutOfTime, Rest
 from pipeline.runtime.resume_points import RESUMABLE
@@ -42,8 +42,9 @@ class RequestReader:
         self._readiness.require_ready()
         account = self._account(http_request)
         self._requests.check_room(http_request.content_length or 0)
-        if account is not None:
+        if account is not None and COUNTED not in http_request:
             account.arrive()
+            http_request[COUNTED] = True
         limits = self.limits_of_key()
         given_s = time_left.of_headers(http_request.headers)
         head = Received(

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 from pipeline.config.settings import Settings
 from pipeline.http_server import time_left
 from pipeline.http_server.access.guard import current_scope
-from pipeline.http_server.access.key_accounts import ACCOUNT, KeyAccounts
+from pipeline.http_server.access.key_accounts import ACCOUNT, COUNTED, KeyAccounts
 from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader
 from pipeline.runtime.resume_points import RESUMABLE
@@ -159,7 +159,8 @@ class ModelsApp(Applications):
     async def _wait(self, http_request: web.Request, model: ModelEntry, name: str | None) -> None:
         """Wait until the model is loaded. A stream has its `name` in the request, and keep-alives. Raises ApiError as
         `ModelTable.until_loaded`, and 429."""
-        self._check_limits()
+        if COUNTED not in http_request:
+            self._check_limits()
         scope = current_scope() or client_address(http_request.transport)
         left_s = time_left.of_headers(http_request.headers)
         loaded = self._table.until_loaded(model, len(http_request.get(KEPT_BODY, b"")), scope, left_s)

@@ -2,6 +2,8 @@
 read wait until it is loaded again."""
 
 import asyncio
+import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,12 @@ import msgspec
 import pytest
 
 from pipeline.config.settings import GatewaySettings, Settings
-from pipeline.http_server.access.key_accounts import KeyAccounts
+from pipeline.http_server.access.key_accounts import Account, KeyAccounts
 from pipeline.http_server.bodies.body_reader import KEPT_BODY
 from pipeline.runtime.messages.models import Models
+from pipeline.runtime.security import key_usage
+from pipeline.runtime.security.api_keys import ApiKey
+from pipeline.runtime.security.key_usage import UsageMemory
 from pipeline.stages.gateway.http.request_reader import RequestReader
 from pipeline.stages.gateway.models.app import ModelsApp
 from pipeline.stages.gateway.models.table import ModelTable
@@ -52,8 +57,23 @@ def test_a_model_that_ends_alone_does_not_say_that_the_server_ends(failure: str 
         found.require_ready()
 
 
-async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_for_it() -> None:
+@pytest.fixture
+def account() -> Iterator[Account]:
+    """Of a key with one request a minute."""
+    fd = key_usage.create()
+    memory = UsageMemory(fd, 0)
+    yield Account(ApiKey("alice", 0, rpm=1), memory)
+    memory.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_for_it_and_counts_once(
+    is_limited: bool, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accounts, sent = KeyAccounts(None), list[Any]()
+    if is_limited:
+        monkeypatch.setattr(accounts, "of_scope", lambda _: account)
     table = ModelTable(accounts, sent.append)
     table.update(Models([msgspec.structs.replace(CHAT, state="loaded")], is_ready=True))
     app = ModelsApp(table, Settings(), accounts)
@@ -64,7 +84,7 @@ async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_
         readiness, requests = Readiness("chat", lambda: False), SimpleNamespace(check_room=lambda _: None)
         requests.accounts = accounts
         readiness.facts = msgspec.UNSET  # type: ignore[assignment] # any but None
-        limits: Any = SimpleNamespace(caps=Settings().limits, allowed=())
+        limits: Any = SimpleNamespace(caps=Settings().limits, allowed=(), for_key=lambda _: limits)
         reader = RequestReader(readiness, requests, limits, GatewaySettings())  # type: ignore[arg-type]
 
         async def parse(http_request: Any, head: Any, parser: Any, limits: RequestLimits) -> Any:
