@@ -45,6 +45,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How often it was put to sleep for another one."""
     expires_s: float = 0.0
     """When it is unloaded if no request comes, in Unix time; 0 if it stays, or is busy."""
+    had_loaded: bool = False
+    """Of one that failed: it was loaded before."""
 
 
 class StartStage(msgspec.Struct, frozen=True, tag="start_stage"):

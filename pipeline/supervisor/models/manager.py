@@ -115,7 +115,7 @@ class ModelManager:
             if not self._is_ready and not (self._at_start or self._starting or self._is_loading()):
                 self._is_ready = True
                 loaded = [one.name for one in self._models.values() if one.state == "loaded"]
-                if not loaded and self._num_failed() == len(self._models):
+                if all(one.state == "failed" for one in self._models.values()):
                     self._log.error("cannot start: none of the models could be loaded")
                     return EXIT_NOT_STARTED
                 took_s = f"{time.monotonic() - begun:.2f}"
@@ -355,6 +355,7 @@ class ModelManager:
     # -------------------------------------------------------------------------------------------------------- states
 
     def _set(self, model: ManagedModel, state: ModelState, problem: str = "") -> None:
+        model.had_loaded = state == "failed" and model.state == "loaded"
         model.state, model.problem, model.since_s = state, problem, time.time()
         if state == "failed":
             model.failed_s = time.monotonic()
@@ -363,9 +364,6 @@ class ModelManager:
 
     def _is_loading(self) -> bool:
         return any(one.state == "loading" for one in self._models.values())
-
-    def _num_failed(self) -> int:
-        return sum(one.state == "failed" for one in self._models.values())
 
     def _tell(self) -> None:
         """Tell the gateway the states, if they have changed."""
@@ -393,6 +391,7 @@ class ModelManager:
             waits_for=self._waiting.waits_for(model.name),
             waits_since_s=self._waiting.since_s(model.name),
             num_turns=model.num_turns,
+            had_loaded=model.had_loaded,
             expires_s=round(monotonic_to_unix_s + model.idle_since_s + model.keep_s) if is_idle else 0.0,
         )
 

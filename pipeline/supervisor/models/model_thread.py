@@ -59,6 +59,8 @@ class ManagedModel(msgspec.Struct, eq=False):
     """How long it stays without a request; 0 for ever."""
     failed_s: float = 0.0
     """When it failed, by time.monotonic()."""
+    had_loaded: bool = False
+    """It was loaded before it failed."""
     is_release_asked: bool = False
     """The gateway was asked whether it is idle, so that it may be unloaded."""
     is_wanted: bool = False

@@ -295,8 +295,9 @@ class ModelTable:
         return model.gateway
 
     def failed(self, model: ModelEntry) -> ApiError:
-        """503: the model could not be loaded."""
-        message = f"the model '{model.name}' could not be loaded: {model.status.problem}"
+        """503: the model could not be loaded, or has ended since."""
+        what = "has failed" if model.status.had_loaded else "could not be loaded"
+        message = f"the model '{model.name}' {what}: {model.status.problem}"
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="model_not_loaded")
 
 

@@ -14,6 +14,7 @@ from pipeline.runtime.messages.models import LoadModel, ModelActivity, ModelRele
 from pipeline.supervisor.models.manager import ModelManager
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.shared_keys import SharedKeys
+from pipeline.supervisor.stopping import EXIT_STAGE_DIED
 
 
 class Managed:
@@ -56,6 +57,14 @@ def test_an_idle_model_leaves_when_the_gateway_has_released_it(managed: Managed)
     assert managed.released == ["chat"] and not managed.stopped
     manager._handle(ModelReleased("chat", is_idle=True))
     assert managed.stopped == ["chat"] and managed.chat.state == "unloading"
+
+
+@pytest.mark.parametrize("state", ["loading", "loaded"])
+def test_a_model_that_ends_after_it_was_loaded_differs_from_one_that_never_was(managed: Managed, state: Any) -> None:
+    managed.chat.state = state
+    managed.manager._ended(managed.chat, EXIT_STAGE_DIED)
+    found = managed.manager._status(managed.chat, is_idle=False)
+    assert (found.state, found.had_loaded) == ("failed", state == "loaded")
 
 
 def test_a_model_whose_request_came_meanwhile_stays(managed: Managed) -> None:

@@ -98,6 +98,9 @@ async def test_a_model_that_has_failed_is_tried_again_after_a_while_only() -> No
     with pytest.raises(ApiError, match="could not be loaded: no file") as raised:
         await found.until_loaded(found.find("chat"))
     assert raised.value.status == 503 and not sent
+    found.update(Models([msgspec.structs.replace(failed, had_loaded=True)]))
+    with pytest.raises(ApiError, match="the model 'chat' has failed: no file"):
+        await found.until_loaded(found.find("chat"))
     found.update(Models([msgspec.structs.replace(failed, since_s=now_s - RETRY_S - 1)]))
     waiting = asyncio.create_task(found.until_loaded(found.find("chat")))
     await turn()
