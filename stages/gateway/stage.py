@@ -182,6 +182,7 @@ class GatewayStage:
             # Raise the first error itself, not the group.
             raise group.exceptions[0] from group
         finally:
+            self.readiness.is_draining = True  # what is still parsed is not opened
             self.requests.close_all(self._end)
             await self.api.responses.wait_closed()
             await self._listeners.close()

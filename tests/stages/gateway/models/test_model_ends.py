@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from pipeline.stages.gateway.models.app import ModelsApp
 from pipeline.stages.gateway.models.table import ModelTable
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import NotReady, Readiness
+from pipeline.stages.gateway.stage import GatewayStage
 from tests.stages.gateway.models.test_table import CHAT
 
 BODY = b'{"model": "chat", "prompt": "Hello"}'
@@ -111,3 +113,21 @@ async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_
     add()
     found: Any = await answer
     assert arrived == [BODY, BODY] and found[0] == "parsed" and found[1].body == BODY
+
+
+async def test_a_stage_that_ends_without_a_drain_opens_no_request_whose_body_is_still_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The supervisor stops it at once, for example because another stage of the model failed at the start."""
+    monkeypatch.setattr("pipeline.stages.gateway.stage.AsyncInbox", Mock())
+    readiness = Readiness("chat", lambda: False)
+    readiness.facts = msgspec.UNSET  # type: ignore[assignment] # any but None
+    at_the_end: list[str] = []
+    stage: Any = Mock(readiness=readiness, _loop=AsyncMock(), _listeners=AsyncMock(have_http=False))
+    stage._stage.launch.facts, stage._stage.replay_context.is_replaying = None, False
+    stage.requests.close_all = lambda _: at_the_end.append(readiness.status)
+    stage.api.responses.wait_closed = AsyncMock()
+    await GatewayStage.serve(stage)
+    assert at_the_end == ["draining"]
+    with pytest.raises(NotReady):
+        readiness.require_ready()
