@@ -15,14 +15,12 @@ grid. Files of failed cases are kept in the folder that --out names.
 The exit code is 1 if a case fails. A case depends on its number and the seed alone.
 """
 
-import argparse
 import os
 import random
 import re
 import struct
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -50,7 +48,7 @@ from pipeline.media.jobs import Decoded, DecodeJob  # noqa: E402
 from pipeline.media.limits import ImageLimits  # noqa: E402
 from pipeline.runtime.workers.forked_jobs import limit_memory  # noqa: E402
 from tools.fuzzing import mutations  # noqa: E402
-from tools.fuzzing.fuzz_model_files import describe, wait  # noqa: E402
+from tools.fuzzing.cases import arguments, run_cases, wait  # noqa: E402
 
 LIMITS = ImageLimits(max_bytes=2**20, max_pixels=1_000_000)
 HEADER_BYTES = 64
@@ -80,30 +78,16 @@ CONFIGS: tuple[MediaConfig, ...] = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="number of cases (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (default: 0)")
-    parser.add_argument("--only", type=int, help="run a single case")
-    parser.add_argument("--memory-mib", type=int, default=256, help="memory limit of a case (default: 256)")
-    parser.add_argument("--timeout-s", type=float, default=30.0, help="time limit of a case (default: 30)")
-    parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="where failed cases are kept")
-    args = parser.parse_args()
+    args = arguments(__doc__, memory_mib=256, timeout_s=30.0)
     originals = list(images())
-    counts: Counter[str] = Counter()
-    for number in range(args.cases) if args.only is None else [args.only]:
-        data, config = case(number, args.seed, originals)
-        result, words = run_case(data, config, args.memory_mib, args.timeout_s)
-        counts[result] += 1
-        if result == "failed":
-            print(f"case {number} of seed {args.seed} failed: {words}", flush=True)
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"{args.seed}-{number}").write_bytes(data)
-        elif args.only is not None:
-            print(f"{result}: {words}")
-        if (number + 1) % 5000 == 0:
-            print(f"{number + 1} cases: {describe(counts)}", flush=True)
-    print(f"done, {sum(counts.values())} cases: {describe(counts)}")
-    return 1 if counts["failed"] else 0
+
+    def run(number: int) -> tuple[str, str]:
+        return run_case(*case(number, args.seed, originals), args.memory_mib, args.timeout_s)
+
+    def keep(number: int, target: Path) -> None:
+        target.write_bytes(case(number, args.seed, originals)[0])
+
+    return run_cases(args, run, keep, report_every=5000)
 
 
 def images() -> Iterator[bytes]:

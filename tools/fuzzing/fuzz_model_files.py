@@ -22,9 +22,7 @@ import resource
 import shutil
 import sys
 import tempfile
-import time
 import traceback
-from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -48,6 +46,7 @@ from pipeline.stages.prepare.stage import prepare  # noqa: E402
 from pipeline.stages.prepare.weights.tensors import expected_shapes  # noqa: E402
 from pipeline.text.vocabulary import Vocabulary  # noqa: E402
 from tools.fuzzing import models, mutations  # noqa: E402
+from tools.fuzzing.cases import arguments, run_cases, wait  # noqa: E402
 
 ACCEPTED, REFUSED, FAILED = 0, 3, 1
 """Exit codes of a case's process."""
@@ -55,15 +54,7 @@ QUANTIZATIONS: tuple[PreparedFormat, ...] = ("auto", "auto", "none", "q8_0", "q4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="number of cases (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (default: 0)")
-    parser.add_argument("--only", type=int, help="run a single case")
-    parser.add_argument("--memory-mib", type=int, default=512, help="memory limit of a case (default: 512)")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="time limit of a case (default: 60)")
-    parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="where failed cases are kept")
-    args = parser.parse_args()
-    counts: Counter[str] = Counter()
+    args = arguments(__doc__, memory_mib=512, timeout_s=60.0)
     with tempfile.TemporaryDirectory() as folder:
         originals = Path(folder) / "originals"
         originals.mkdir()
@@ -72,24 +63,12 @@ def main() -> int:
         for model in built:  # the unmodified models are accepted; this also imports everything before the first fork
             prepared = prepare(Settings(model=str(model), cache_dir=str(Path(folder) / "cache")))
             read_as_stages_do(prepared)
-        numbers = range(args.cases) if args.only is None else [args.only]
-        for number in numbers:
-            result, words = run_case(number, args, built, work)
-            counts[result] += 1
-            if result == "failed":
-                print(f"case {number} of seed {args.seed} failed: {words}", flush=True)
-                shutil.rmtree(args.out / f"{args.seed}-{number}", ignore_errors=True)
-                keep(work, args.out / f"{args.seed}-{number}")
-            elif args.only is not None:
-                print(f"{result}: {words}")
-            if (number + 1) % 500 == 0:
-                print(f"{number + 1} cases: {describe(counts)}", flush=True)
-    print(f"done, {sum(counts.values())} cases: {describe(counts)}")
-    return 1 if counts["failed"] else 0
 
+        def keep_case(number: int, target: Path) -> None:
+            shutil.rmtree(target, ignore_errors=True)
+            keep(work, target)
 
-def describe(counts: Counter[str]) -> str:
-    return ", ".join(f"{counts[result]} {result}" for result in ("accepted", "refused", "failed"))
+        return run_cases(args, lambda number: run_case(number, args, built, work), keep_case, report_every=500)
 
 
 def run_case(number: int, args: argparse.Namespace, built: list[Path], work: Path) -> tuple[str, str]:
@@ -140,22 +119,6 @@ def child(settings: Settings, log: Path, memory_mib: int) -> None:
         os._exit(code)
 
 
-def wait(pid: int, timeout_s: float) -> int | None:
-    """The exit code of a child, negative for a signal; None if it had to be killed."""
-    end = time.monotonic() + timeout_s
-    pause_s = 0.001
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-            return None
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 0.05)
-
-
 def read_as_stages_do(folder: Path) -> None:
     """Read a prepared model: its config, every tensor's place, the layers after its pooling, and its tokenizer."""
     config = ModelConfig.load(folder)
@@ -181,7 +144,6 @@ def read_as_stages_do(folder: Path) -> None:
 
 def keep(work: Path, target: Path) -> None:
     """Copy the model of a failed case. Of special files only the names are kept."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(
         work,
         target,

@@ -247,15 +247,8 @@ def make(variant: Variant, seed: int = 0) -> Any:
     # transformers' SDPA ignores softcaps.
     how = {"attn_implementation": "eager"} if variant.kind == "gemma2" else {}
     model = AutoModelForCausalLM.from_config(config, **how)
-    torch.manual_seed(seed)
+    checkpoints.randomize(model, seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and "norm" not in name:
-                parameter.normal_(0, 0.15)
-            else:
-                # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
-                is_norm = "norm" in name or ".ln_" in name
-                parameter.add_(torch.randn_like(parameter) * (0.1 if is_norm else 0.5))
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.15)

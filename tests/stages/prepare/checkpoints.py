@@ -110,6 +110,19 @@ def tiny(model_type: str, **changes: Any) -> Any:
     return model.eval()
 
 
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Give a model of transformers weights with which what it computes differs enough to detect errors."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name.lower() or ".ln_" in name
+            if parameter.dim() > 1 and not is_norm:
+                parameter.normal_(0, 0.15)
+            else:
+                # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
+                parameter.add_(torch.randn_like(parameter) * (0.1 if is_norm else 0.5))
+
+
 def save_folder(
     folder: Path,
     model: Any,

@@ -1,34 +1,19 @@
 """tools/fuzzing/fuzz_images.py: a bounded slice of it, and that it finds planted faults."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.media.jobs import Decoded
 from tests.slices import part_of
+from tests.tools.fuzzing.slice import expect_no_failures
 from tools.fuzzing import fuzz_images
 
-ROOT = Path(__file__).resolve().parents[3]
 CASES = part_of(2000, 150)
 
 
 def test_mutated_images_give_pixels_or_an_error_of_ours(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "tools/fuzzing/fuzz_images.py",
-        "--cases",
-        str(CASES),
-        "--out",
-        str(tmp_path / "failures"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"done, {CASES} cases: ") and last.endswith(" 0 failed")
-    assert " 0 accepted" not in last and " 0 refused" not in last
-    assert not (tmp_path / "failures").exists()
+    expect_no_failures("fuzz_images", CASES, tmp_path / "failures")
 
 
 def test_a_case_depends_only_on_its_seed() -> None:

@@ -7,27 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.fuzzing.slice import ROOT, expect_no_failures
 from tools.fuzzing import models, mutations
 
-ROOT = Path(__file__).resolve().parents[3]
 CASES = 40
 
 
 def test_mutated_model_files_give_a_model_or_an_error_of_one_line(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "tools/fuzzing/fuzz_model_files.py",
-        "--cases",
-        str(CASES),
-        "--out",
-        str(tmp_path / "failures"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"done, {CASES} cases: ") and last.endswith(" 0 failed")
-    assert " 0 accepted" not in last and " 0 refused" not in last
-    assert not (tmp_path / "failures").exists()
+    expect_no_failures("fuzz_model_files", CASES, tmp_path / "failures")
 
 
 @pytest.mark.parametrize("number", range(4))

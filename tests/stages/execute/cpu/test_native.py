@@ -17,6 +17,7 @@ from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.cpu.native_models import DRAWN, GROUPED_SHAPE, MAX_ERROR, SUPER_BLOCK_SHAPE, max_error
 from tests.stages.execute.driver import GREEDY, Driver, row_add, settings
+from tests.stages.execute.exactness.step_cases import StepCases, compute_in_chunks
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -116,24 +117,13 @@ def model(shared: Checked) -> Checked:
 # --- logits agree with the reference
 
 
-def test_a_prompt_at_once_then_token_by_token(model: Checked) -> None:
-    ids = random_ids(60, 1)
-    model.step([(0, 0, 60, True)], [row_add(0, ids, model.driver.take_blocks(80))])
-    for position in range(60, 75):
-        model.step([(0, position, 1, True)])
-    assert model.compare() == 16
+class TestSteps(StepCases):
+    pass
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 33])
 def test_a_prompt_in_chunks(model: Checked, chunk: int) -> None:
-    ids = random_ids(50, 2)
-    adds = [row_add(0, ids, model.driver.take_blocks(64))]
-    for start in range(0, 50, chunk):
-        count = min(chunk, 50 - start)
-        model.step([(0, start, count, start + count == 50)], adds)
-        adds = []
-    model.step([(0, 50, 1, True)])
-    assert model.compare() == 2
+    compute_in_chunks(model, chunk)
 
 
 def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
@@ -143,41 +133,6 @@ def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
     model.step([(1, 3, 1, True), (0, 40, 1, True), (2, 9, 8, True), (3, 0, 50, False), (4, 0, 30, True)])
     model.step([(4, 30, 1, True), (0, 41, 1, True), (2, 17, 1, True), (1, 4, 1, True), (3, 50, 14, True)])
     assert model.compare() == 2 + 4 + 5
-
-
-def test_a_row_with_a_prefix_from_an_earlier_step(model: Checked) -> None:
-    prefix = random_ids(48, 3)
-    blocks = model.driver.take_blocks(48)
-    model.step([(0, 0, 48, True)], [row_add(0, prefix, blocks)])
-    adds = [
-        row_add(1, prefix + random_ids(9, 4), blocks + model.driver.take_blocks(16)),
-        row_add(2, prefix[:32] + random_ids(30, 5), blocks[:2] + model.driver.take_blocks(32)),
-        row_add(3, prefix, [*blocks[:2], *model.driver.take_blocks(16)]),
-    ]
-    model.step([(1, 48, 9, True), (2, 32, 30, True), (3, 32, 16, True)], adds)
-    assert model.compare() == 4
-
-
-def test_a_row_with_a_prefix_from_the_same_step(model: Checked) -> None:
-    prefix = random_ids(32, 6)
-    blocks = model.driver.take_blocks(32)
-    adds = [
-        row_add(0, prefix + random_ids(5, 7), blocks + model.driver.take_blocks(16)),
-        row_add(1, prefix + random_ids(20, 8), blocks + model.driver.take_blocks(32)),
-        row_add(2, [*prefix, 44], blocks + model.driver.take_blocks(16)),
-    ]
-    model.step([(2, 32, 1, True), (1, 32, 20, True), (0, 0, 37, True)], adds)
-    assert model.compare() == 3
-
-
-def test_reused_blocks_of_another_sequence(model: Checked) -> None:
-    blocks = model.driver.take_blocks(64)
-    model.step([(0, 0, 60, True)], [row_add(0, random_ids(60, 9), blocks)])
-    model.driver.step(drops=[0])
-    model.step([(0, 0, 20, True)], [row_add(0, random_ids(20, 10), blocks[::-1])])
-    for position in range(20, 36):
-        model.step([(0, position, 1, True)])
-    assert model.compare() == 18
 
 
 # --- numbers are the same in every batch

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from pipeline.config.settings import Settings
@@ -96,15 +95,7 @@ def make(variant: Variant, seed: int = 0) -> Any:
     config = AutoConfig.for_model(variant.kind, vocab_size=VOCAB_SIZE, **{**variant.sizes, **IDS, **variant.changes})
     config.pad_token_id = {**IDS, **variant.changes}["pad_token_id"]
     model = AUTO[variant.head].from_config(config)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name.lower()
-            if parameter.dim() > 1 and not is_norm:
-                parameter.normal_(0, 0.15)
-            else:
-                # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
-                parameter.add_(torch.randn_like(parameter) * (0.1 if is_norm else 0.5))
+    checkpoints.randomize(model, seed)
     return model.eval()
 
 

@@ -4,26 +4,22 @@ scheduler and this machine's CPU program."""
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.model.kv_groups import KVGroup
-from pipeline.stages.execute.cpu.native.program import NativeProgram
-from pipeline.stages.execute.cpu.runner import CpuRunner
-from tests.stages.execute import tiny_architectures
 from tests.stages.execute.exactness.prompts import requests_with
+from tests.stages.execute.exactness.runners import FEW_TOKENS, GroupRunners
 from tests.stages.execute.native_driver import random_ids
-from tests.stages.execute.pair import Pair, Request, make_runner
+from tests.stages.execute.pair import Pair
 
 WINDOW = 21
 GROUPS = (KVGroup(0, 1), KVGroup(WINDOW, 1))
 """Three of six layers have keys and values of their own: two with a window and heads of 16, one with heads of 32."""
 MANY, FEW = 300, 16
 """Blocks of one group: for all requests at once, and for a few of them."""
-FEW_TOKENS = 24
 PREFIX = random_ids(53, 99)
 UNIT_BYTES = {"auto": block_bytes(1, 1, 32, 2), "int8": 2 * block_bytes(1, 1, 16, 1)}
 """Of a block: of the layer with large heads, or of two with small ones. In 8 bits, each has scales of its own."""
@@ -32,52 +28,19 @@ UNIT_BYTES = {"auto": block_bytes(1, 1, 32, 2), "int8": 2 * block_bytes(1, 1, 16
 make_requests = partial(requests_with, PREFIX)
 
 
-class Runners:
-    """By memory and type of the KV cache. Each is loaded once; blocks contain what earlier tests wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, _ = tiny_architectures.write(folder, tiny_architectures.VARIANTS["gemma4"])
-        self._made: dict[Any, CpuRunner] = {}
-        self._texts: dict[Any, Any] = {}
-
-    def get(self, num_blocks: int, num_swap_blocks: int = 0, kv_dtype: str = "auto", *, has_groups: bool = True) -> Any:
-        key = num_blocks, num_swap_blocks, kv_dtype, has_groups
-        if key not in self._made:
-            how: dict[str, Any] = {
-                "kv_dtype": kv_dtype,
-                "hybrid_kv_cache_manager": has_groups,
-                "num_swap_blocks": num_swap_blocks,
-                "tokens": FEW_TOKENS if num_blocks == FEW else 0,
-            }
-            num_bytes = UNIT_BYTES[kv_dtype] * (1 if has_groups else 2)
-            self._made[key] = runner = make_runner(self._folder, num_bytes, num_blocks, **how)
-            assert isinstance(runner.program, NativeProgram)
-            assert tuple(runner.facts.kv_groups) == (GROUPS if has_groups else (KVGroup(0, 2),))
-        return self._made[key]
-
-    def expected(self, requests: list[Request], kv_dtype: str = "auto") -> list[list[list[int]]]:
-        """The texts without groups, one sequence after the other, each prompt in one chunk, without a prefix cache."""
-        key = kv_dtype, requests[0].n
-        if key not in self._texts:
-            pair = Pair(self.get(60, kv_dtype=kv_dtype, has_groups=False), prefix_caching=False, max_num_seqs=1)
-            self._texts[key] = pair.run(requests)
-        return self._texts[key]
-
-    def close(self) -> None:
-        for runner in self._made.values():
-            runner.close()
+def unit_bytes(kv_dtype: str, has_groups: bool) -> int:
+    return UNIT_BYTES[kv_dtype] * (1 if has_groups else 2)
 
 
 @pytest.fixture(scope="module")
-def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runners]:
-    runners = Runners(tmp_path_factory.mktemp("gemma4"))
-    yield runners
-    runners.close()
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupRunners]:
+    with GroupRunners(tmp_path_factory.mktemp("gemma4"), "gemma4", GROUPS, FEW, unit_bytes).closing() as runners:
+        yield runners
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("max_num_batched_tokens", [16, 33, 256])
-def test_in_chunks_of_any_size(runners: Runners, kv_dtype: str, max_num_batched_tokens: int) -> None:
+def test_in_chunks_of_any_size(runners: GroupRunners, kv_dtype: str, max_num_batched_tokens: int) -> None:
     pair = Pair(runners.get(MANY, kv_dtype=kv_dtype), 2, max_num_batched_tokens=max_num_batched_tokens)
     for _ in range(2):
         assert pair.run(make_requests()) == runners.expected(make_requests(), kv_dtype)
@@ -95,7 +58,7 @@ def test_in_chunks_of_any_size(runners: Runners, kv_dtype: str, max_num_batched_
     ],
     ids=["recomputed", "swapped", "offloaded"],
 )
-def test_preempted(runners: Runners, num_swap_blocks: int, limits: dict[str, Any]) -> None:
+def test_preempted(runners: GroupRunners, num_swap_blocks: int, limits: dict[str, Any]) -> None:
     pair = Pair(runners.get(FEW, num_swap_blocks), 2, max_num_batched_tokens=FEW_TOKENS, **limits)
     assert pair.run(make_requests()) == runners.expected(make_requests())
     load = pair.scheduler.load()
@@ -106,7 +69,7 @@ def test_preempted(runners: Runners, num_swap_blocks: int, limits: dict[str, Any
         assert (load.num_blocks_swapped_in > 0) == (num_swap_blocks > 0)
 
 
-def test_swapped_in_8_bits(runners: Runners) -> None:
+def test_swapped_in_8_bits(runners: GroupRunners) -> None:
     """Keys are measured in the memory that there is, so the texts alone are those of the same runner."""
     few = runners.get(FEW, 180, "int8")
     alone = Pair(few, prefix_caching=False, max_num_seqs=1, max_num_batched_tokens=FEW_TOKENS)
@@ -115,7 +78,7 @@ def test_swapped_in_8_bits(runners: Runners) -> None:
     assert pair.scheduler.load().num_blocks_swapped_in > 0
 
 
-def test_forked(runners: Runners) -> None:
+def test_forked(runners: GroupRunners) -> None:
     pair = Pair(runners.get(FEW, 180), 2, max_num_batched_tokens=FEW_TOKENS, preemption="swap", kv_offload=False)
     assert pair.run(make_requests(3)) == runners.expected(make_requests(3))
     assert pair.scheduler.load().num_forks > 0

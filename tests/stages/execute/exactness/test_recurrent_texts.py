@@ -13,6 +13,7 @@ from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute.exactness.prompts import requests_with
+from tests.stages.execute.exactness.runners import FEW_TOKENS, Runners
 from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import NUM_THREADS, Pair, Request
 from tests.stages.execute.rank_driver import RankRunners
@@ -22,7 +23,6 @@ from tests.stages.execute.structured import lark
 SLOT, BLOCK = 31_488, 4096
 """Bytes of a state and of a KV block of the tiny models."""
 MANY, FEW = 64 * SLOT + 400 * BLOCK, 9 * SLOT + 70 * BLOCK
-FEW_TOKENS = 24
 SCARCE = {"max_num_batched_tokens": FEW_TOKENS, "num_blocks": 24}
 PREFIX = random_ids(150, 99)
 OTHERS = ["qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe"]
@@ -31,14 +31,13 @@ OTHERS = ["qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe"]
 make_requests = partial(requests_with, PREFIX)
 
 
-class Runners:
-    """By model, memory and settings. Each is loaded once; slots contain what earlier tests wrote."""
+class RecurrentRunners(Runners):
+    """By model, memory and settings."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._root = folder
         self._folders: dict[str, Path] = {}
-        self._made: dict[Any, CpuRunner] = {}
-        self._texts: dict[Any, Any] = {}
 
     def folder(self, model: str) -> Path:
         if model not in self._folders:
@@ -46,8 +45,7 @@ class Runners:
         return self._folders[model]
 
     def get(self, kv_bytes: int, swap_bytes: int = 0, model: str = "qwen3_5", **execute: Any) -> CpuRunner:
-        key = kv_bytes, swap_bytes, model, str(execute)
-        if key not in self._made:
+        def make() -> CpuRunner:
             tokens = FEW_TOKENS if kv_bytes == FEW else 256
             settings = Settings(
                 execute=ExecuteSettings(
@@ -57,31 +55,22 @@ class Runners:
                     max_num_seqs=16, max_num_batched_tokens=tokens, max_num_prefill_tokens=tokens
                 ),
             )
-            swap = memoryview(bytearray(swap_bytes)) if swap_bytes else None
-            self._made[key] = CpuRunner(settings, self.folder(model), swap)
-        return self._made[key]
+            return CpuRunner(settings, self.folder(model), memoryview(bytearray(swap_bytes)) if swap_bytes else None)
+
+        return self.made((kv_bytes, swap_bytes, model, str(execute)), make)
 
     def expected(self, requests: list[Request], model: str = "qwen3_5", **execute: Any) -> list[list[list[int]]]:
-        """The texts, one sequence after the other, each prompt in one chunk, without snapshots."""
-        key = model, str(execute), requests[0].n, requests[0].fields
-        if key not in self._texts:
-            pair = Pair(self.get(MANY, model=model, **execute), prefix_caching=False, max_num_seqs=1)
-            self._texts[key] = pair.run(requests)
-        return self._texts[key]
-
-    def close(self) -> None:
-        for runner in self._made.values():
-            runner.close()
+        """The texts of each sequence alone, without snapshots."""
+        return self.alone(self.get(MANY, model=model, **execute), requests)
 
 
 @pytest.fixture(scope="module")
-def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runners]:
-    runners = Runners(tmp_path_factory.mktemp("recurrent"))
-    yield runners
-    runners.close()
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecurrentRunners]:
+    with RecurrentRunners(tmp_path_factory.mktemp("recurrent")).closing() as runners:
+        yield runners
 
 
-def test_memory_is_divided_between_blocks_and_slots(runners: Runners) -> None:
+def test_memory_is_divided_between_blocks_and_slots(runners: RecurrentRunners) -> None:
     many, few = runners.get(MANY), runners.get(FEW, 40 * SLOT)
     assert isinstance(many.program, NativeProgram)
     assert (many.facts.num_state_slots, many.facts.num_blocks) == (MANY // 2 // SLOT, 446)
@@ -94,7 +83,7 @@ def test_memory_is_divided_between_blocks_and_slots(runners: Runners) -> None:
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("max_num_batched_tokens", [16, 33, 256])
 def test_in_chunks_of_any_size_with_and_without_prefix_caching(
-    runners: Runners, prefix_caching: bool, max_num_batched_tokens: int
+    runners: RecurrentRunners, prefix_caching: bool, max_num_batched_tokens: int
 ) -> None:
     limits = {"prefix_caching": prefix_caching, "max_num_batched_tokens": max_num_batched_tokens}
     expected, pair = runners.expected(make_requests()), Pair(runners.get(MANY), 2, **limits)
@@ -118,7 +107,7 @@ def test_in_chunks_of_any_size_with_and_without_prefix_caching(
     ],
     ids=["recomputed", "recomputed, no caching", "swapped", "swapped, no caching", "offloaded", "little swap space"],
 )
-def test_preempted(runners: Runners, depth: int, swap_bytes: int, limits: dict[str, Any]) -> None:
+def test_preempted(runners: RecurrentRunners, depth: int, swap_bytes: int, limits: dict[str, Any]) -> None:
     pair = Pair(runners.get(FEW, swap_bytes), depth, **SCARCE, **limits)
     assert pair.run(make_requests()) == runners.expected(make_requests())
     load, counts = pair.scheduler.load(), pair.scheduler.kv_cache_manager.states.counts()
@@ -130,7 +119,7 @@ def test_preempted(runners: Runners, depth: int, swap_bytes: int, limits: dict[s
 
 
 @pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 40 * SLOT)], ids=["enough", "few"])
-def test_parallel_samples(runners: Runners, memory: tuple[int, int]) -> None:
+def test_parallel_samples(runners: RecurrentRunners, memory: tuple[int, int]) -> None:
     expected = runners.expected(make_requests(3))
     pair = Pair(runners.get(*memory), 2, max_num_batched_tokens=FEW_TOKENS)
     assert pair.run(make_requests(3)) == expected
@@ -138,7 +127,7 @@ def test_parallel_samples(runners: Runners, memory: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("memory", [MANY, FEW])
-def test_with_logprobs_of_prompts(runners: Runners, memory: int) -> None:
+def test_with_logprobs_of_prompts(runners: RecurrentRunners, memory: int) -> None:
     requests = make_requests(more=(("num_logprobs", 2), ("num_prompt_logprobs", 1)))
     lonely = Pair(runners.get(MANY), max_num_seqs=1)
     expected = lonely.run(requests)
@@ -148,7 +137,7 @@ def test_with_logprobs_of_prompts(runners: Runners, memory: int) -> None:
     assert pair.prompt_logprobs == lonely.prompt_logprobs
 
 
-def test_embeddings(runners: Runners) -> None:
+def test_embeddings(runners: RecurrentRunners) -> None:
     requests = [Request(one.prompt, 1, fields=(("pooling", 1 + i % 2),)) for i, one in enumerate(make_requests())]
     found = []
     for limits in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 33}):
@@ -159,7 +148,7 @@ def test_embeddings(runners: Runners) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_beam_search(runners: Runners, depth: int) -> None:
+def test_beam_search(runners: RecurrentRunners, depth: int) -> None:
     fields = ("use_beam_search", True), ("num_logprobs", 0)
     requests = [Request(one.prompt, 30, n=3, fields=fields) for one in make_requests()[:9]]
     found = []
@@ -172,7 +161,9 @@ def test_beam_search(runners: Runners, depth: int) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_late_masks_absorb_no_token_twice(runners: Runners, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_masks_absorb_no_token_twice(
+    runners: RecurrentRunners, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = (("compiled_grammar", lark("[a-z ]{30}")),)
     expected = runners.expected(make_requests(more=more), kernels=kernels)
     runner = runners.get(MANY, kernels=kernels)
@@ -188,7 +179,7 @@ def test_late_masks_absorb_no_token_twice(runners: Runners, kernels: str, monkey
     assert len(waited) > 100
 
 
-def test_with_keys_and_values_in_8_bits(runners: Runners) -> None:
+def test_with_keys_and_values_in_8_bits(runners: RecurrentRunners) -> None:
     how: dict[str, Any] = {"kv_dtype": "int8"}
     expected = runners.expected(make_requests(), **how)
     pair = Pair(runners.get(FEW, **how), 2, max_num_batched_tokens=FEW_TOKENS)
@@ -197,7 +188,7 @@ def test_with_keys_and_values_in_8_bits(runners: Runners) -> None:
 
 
 @pytest.mark.parametrize("model", OTHERS)
-def test_other_models(runners: Runners, model: str) -> None:
+def test_other_models(runners: RecurrentRunners, model: str) -> None:
     expected = runners.expected(make_requests(2), model)
     pair = Pair(runners.get(FEW, 40 * SLOT, model), 2, **SCARCE)
     assert pair.run(make_requests(2)) == expected
@@ -207,7 +198,7 @@ def test_other_models(runners: Runners, model: str) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "layers"), [(1, (2, 2)), (1, (3, 1)), (1, (1, 1, 2)), (2, (4,)), (2, (1, 3))], ids=str
 )
-def test_ranks_and_stages_of_a_pipeline(runners: Runners, num_ranks: int, layers: tuple[int, ...]) -> None:
+def test_ranks_and_stages_of_a_pipeline(runners: RecurrentRunners, num_ranks: int, layers: tuple[int, ...]) -> None:
     """With a stage that has all recurrent layers, and stages that have one kind of layers."""
     more = (("num_logprobs", 1),)
     expected = runners.expected(make_requests(more=more))

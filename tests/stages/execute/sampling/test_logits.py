@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from tests.stages.execute import checkpoints
-from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.exactness.step_cases import StepCases, compute_in_chunks
+from tests.stages.execute.native_driver import random_ids
 
 MAX_ERROR = 1e-4
-
-
-def random_ids(num: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, num).tolist()
 
 
 class Checked:
@@ -70,24 +67,13 @@ def test_logits_of_random_models_differ_enough_to_detect_errors(model: Checked) 
     assert model.reference(tuple(random_ids(60, 0))).std() > 100 * MAX_ERROR
 
 
-def test_a_prompt_at_once_then_token_by_token(model: Checked) -> None:
-    ids = random_ids(60, 1)
-    model.step([(0, 0, 60, True)], [row_add(0, ids, model.driver.take_blocks(80))])
-    for position in range(60, 75):
-        model.step([(0, position, 1, True)])
-    assert model.compare() == 16
+class TestSteps(StepCases):
+    pass
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33])
 def test_a_prompt_in_chunks(model: Checked, chunk: int) -> None:
-    ids = random_ids(50, 2)
-    adds = [row_add(0, ids, model.driver.take_blocks(64))]
-    for start in range(0, 50, chunk):
-        count = min(chunk, 50 - start)
-        model.step([(0, start, count, start + count == 50)], adds)
-        adds = []
-    model.step([(0, 50, 1, True)])
-    assert model.compare() == 2
+    compute_in_chunks(model, chunk)
 
 
 def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
@@ -100,39 +86,3 @@ def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
         model.step([(row, num + step + (row in (0, 1)) + (row in (0, 1, 2, 4)), 1, True) for row, num in
                     enumerate(lengths)])  # fmt: skip
     assert model.compare() == 2 + 4 + 5 + 12 * 5
-
-
-def test_a_row_with_a_prefix_from_an_earlier_step(model: Checked) -> None:
-    prefix = random_ids(48, 3)
-    blocks = model.driver.take_blocks(48)
-    model.step([(0, 0, 48, True)], [row_add(0, prefix, blocks)])
-    adds = [
-        row_add(1, prefix + random_ids(9, 4), blocks + model.driver.take_blocks(16)),
-        row_add(2, prefix[:32] + random_ids(30, 5), blocks[:2] + model.driver.take_blocks(32)),
-        row_add(3, prefix, [*blocks[:2], *model.driver.take_blocks(16)]),
-    ]
-    model.step([(1, 48, 9, True), (2, 32, 30, True), (3, 32, 16, True)], adds)
-    assert model.compare() == 4
-
-
-def test_a_row_with_a_prefix_from_the_same_step(model: Checked) -> None:
-    prefix = random_ids(32, 6)
-    blocks = model.driver.take_blocks(32)
-    adds = [
-        row_add(0, prefix + random_ids(5, 7), blocks + model.driver.take_blocks(16)),
-        row_add(1, prefix + random_ids(20, 8), blocks + model.driver.take_blocks(32)),
-        row_add(2, [*prefix, 44], blocks + model.driver.take_blocks(16)),
-    ]
-    # The row that computes the prefix comes last: order within a step must not matter.
-    model.step([(2, 32, 1, True), (1, 32, 20, True), (0, 0, 37, True)], adds)
-    assert model.compare() == 3
-
-
-def test_reused_blocks_of_another_sequence(model: Checked) -> None:
-    blocks = model.driver.take_blocks(64)
-    model.step([(0, 0, 60, True)], [row_add(0, random_ids(60, 9), blocks)])
-    model.driver.step(drops=[0])
-    model.step([(0, 0, 20, True)], [row_add(0, random_ids(20, 10), blocks[::-1])])
-    for position in range(20, 36):
-        model.step([(0, position, 1, True)])
-    assert model.compare() == 18

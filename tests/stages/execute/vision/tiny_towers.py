@@ -158,15 +158,7 @@ def make(variant: Variant, seed: int = 0) -> Any:
     parts = {"text_config": TEXT, "vision_config": variant.vision}
     config = AutoConfig.for_model(variant.kind, **{**parts, **variant.changes})
     model = AutoModelForImageTextToText.from_config(config)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name.lower()
-            if parameter.dim() > 1 and not is_norm:
-                parameter.normal_(0, 0.15)
-            else:
-                # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
-                parameter.add_(torch.randn_like(parameter) * (0.1 if is_norm else 0.5))
+    checkpoints.randomize(model, seed)
     return model.eval()
 
 
