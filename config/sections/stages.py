@@ -308,9 +308,10 @@ class ExecuteSettings(Frozen, frozen=True):
             ge=0,
             le=MAX_BYTES,
             description="Memory for the rows of embeddings that a model makes of images, in bytes. Each image must fit "
-            "into it. With 0, images are refused, and the model's vision tower is not loaded. Only on CPUs.",
+            "into it. With 0, images are refused, and the model's vision tower is not loaded. Only on CPUs, and only "
+            "for models with a vision tower.",
         ),
-    ] = 0
+    ] = 256 * 1024**2
 
     @property
     def num_ranks(self) -> int:

@@ -1,16 +1,30 @@
 """Whether a server can take images for a prepared model."""
 
+import functools
+import importlib.util
 from pathlib import Path
 
+from pipeline.config.settings import Settings
 from pipeline.media import config as media
 from pipeline.runtime.model.vision_config import VisionConfig
 
 TEXT_ONLY = "this model reads text only"
 
 
+@functools.cache
+def has_pillow() -> bool:
+    """Whether the extra `media` is installed. It is not imported here."""
+    return importlib.util.find_spec("PIL") is not None
+
+
+def encodes(settings: Settings, folder: Path) -> bool:
+    """Whether the executor has the tower of the model in a prepared folder, and memory for its rows."""
+    return settings.execute.device == "cpu" and settings.execute.encoder_cache_bytes > 0 and not why_not(folder)
+
+
 def why_not(folder: Path) -> str:
-    """Why requests for the model in a prepared folder can't have images; empty if they can. The words follow "it is an
-    image, and"."""
+    """Why requests for the model in a prepared folder can't have images, whatever the settings are; empty if they can.
+    The words follow "it is an image, and"."""
     config = media.load(folder)
     if config is None or VisionConfig.load(folder) is None:
         return TEXT_ONLY
@@ -19,4 +33,6 @@ def why_not(folder: Path) -> str:
         return (
             f"images are not supported yet for {family} models, where the positions of an image see those behind them"
         )
+    if not has_pillow():
+        return "this server was installed without the extra 'media' (Pillow), which decodes images"
     return ""

@@ -7,8 +7,10 @@ import msgspec
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.sections.speculative import max_num_drafts
 from pipeline.config.settings import Settings
+from pipeline.media import support
 from pipeline.runtime.model import vocabulary_size
 from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.runtime.model.vocabulary_size import VocabularySize
 from pipeline.runtime.model.weight_headers import weight_facts
 
@@ -57,7 +59,12 @@ def needs_of(settings: Settings, folder: Path) -> Needs:
     """What the model prepared in `folder` needs: of the GPU's memory, if it is there."""
     config, execute = ModelConfig.load(folder), settings.execute
     vocabulary = VocabularyBytes.of(vocabulary_size.load(folder, config.vocab_size))
-    memory = weight_facts(config.weight_paths(folder)).num_bytes + execute.swap_bytes
+    paths = dict.fromkeys(config.weight_paths(folder))
+    memory = execute.swap_bytes
+    if support.encodes(settings, folder) and (vision := VisionConfig.load(folder)) is not None:
+        paths |= dict.fromkeys(vision.encoder.weight_paths(folder))
+        memory += execute.encoder_cache_bytes
+    memory += weight_facts(list(paths)).num_bytes
     asleep = SLEEPING_BYTES + vocabulary.text
     processes = PROCESSES_BYTES + vocabulary.text
     if config.generates:

@@ -89,11 +89,11 @@ def load_encodes(
     settings: Settings, folder: Path, library: Library | None, context: RankContext
 ) -> tuple[Encodes | None, int]:
     """The tower and its rows on the first rank of all, which embeds what they stand for; None if this server takes no
-    images of the model (see `support.why_not`). Also returns the number of rows, which all ranks know. Raises UserError
+    images of the model (see `support.encodes`). Also returns the number of rows, which all ranks know. Raises UserError
     if there is no memory for one."""
-    num_bytes, vision = settings.execute.encoder_cache_bytes, VisionConfig.load(folder)
-    if not num_bytes or vision is None or support.why_not(folder):
+    if (vision := VisionConfig.load(folder)) is None or not support.encodes(settings, folder):
         return None, 0
+    num_bytes = settings.execute.encoder_cache_bytes
     if (num_rows := num_bytes // (vision.hidden_size * 4)) < 1:
         raise UserError(f"execute.encoder_cache_bytes = {num_bytes}: a row takes {vision.hidden_size * 4} bytes")
     num_own = 0 if context.rank or context.stage else num_rows

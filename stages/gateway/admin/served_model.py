@@ -60,13 +60,11 @@ class ServedModel:
 
     def why_no_images(self, facts: m.ExecuteFacts) -> str:
         """Why requests can't have images; empty if they can. The words follow "it is an image, and"."""
-        if facts.num_encoder_rows:
-            return ""
-        if self._why_no_images:
+        if self._why_no_images or facts.num_encoder_rows:
             return self._why_no_images
         if self.is_on_gpu:
             return "this server runs the model on a GPU, where images are not supported yet"
-        return "this server takes none: set execute.encoder_cache_bytes, to 256MiB for example"
+        return "this server takes none: set execute.encoder_cache_bytes, which is 0"
 
     @property
     def is_on_gpu(self) -> bool:

@@ -4,8 +4,6 @@ for a child of that process, in a queue that is fair to the API keys. Decoded on
 import asyncio
 import contextlib
 import fcntl
-import functools
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -44,12 +42,6 @@ WAIT_S = 60.0
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
-@functools.cache
-def has_pillow() -> bool:
-    """Whether the extra `media` is installed. It is not imported here."""
-    return importlib.util.find_spec("PIL") is not None
-
-
 class ImageDecoder:
     """Owns the process and the cache. `model_dir` is a prepared folder with `media.json`."""
 
@@ -83,9 +75,6 @@ class ImageDecoder:
         caller has images of one request decoded one after the other. Raises RequestRejected."""
         if len(data) > self._limits.max_bytes:
             raise _rejection(f"has {len(data)} bytes; the limit is {self._limits.max_bytes}", param)
-        if not has_pillow():
-            message = "this server can't decode images: it was installed without the extra 'media' (Pillow)"
-            raise RequestRejected(Failure(400, message, param, "unsupported"))
         key = await self._run_large(len(data), key_of, "image", self._config, detail, scope, data)
         while (found := self._cache.get(key)) is None:
             if (over := self._asked.get(key)) is not None:

@@ -345,7 +345,7 @@ def test_images_of_gemma_3_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_without_a_cache_for_rows_the_error_says_what_to_set(model: tuple[Any, Path]) -> None:
-    with Server(*rules(model[1])[:2]) as server:
+    with Server(*rules(model[1])[:2], "execute.encoder_cache_bytes=0") as server:
         error = refused(server, chat("x", png(1)))
         assert error["param"] == "messages[0].content[1]" and error["code"] == "unsupported"
         assert "set execute.encoder_cache_bytes" in error["message"]

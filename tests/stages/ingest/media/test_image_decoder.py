@@ -165,12 +165,6 @@ async def test_errors_name_the_field(decoder: ImageDecoder):
     assert (await decoder.decode(png(9, 9), PARAM)).pixels.shape == (17, 3, 64, 64)
 
 
-async def test_without_pillow_there_is_a_clear_error(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(image_decoder, "has_pillow", lambda: False)
-    message = await rejected(decoder, png(9, 9))
-    assert message == "this server can't decode images: it was installed without the extra 'media' (Pillow)"
-
-
 async def test_a_killed_process_is_replaced(decoder: ImageDecoder):
     await decoder.decode(png(9, 9), PARAM)
     before = pid_of(decoder)
