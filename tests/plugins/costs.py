@@ -1,15 +1,17 @@
 """A pytest plugin that prints which tests, and files of them, cost the most CPU time: pytest -p tests.plugins.costs
 
-CPU time hardly depends on what else the machine does, unlike the seconds of --durations. It includes processes that a
-test has started and waited for. Of a file, it is also shown for each phase: to import it and find its tests, and to set
-tests up, call them, and tear them down. The first test that uses a shared fixture pays for it, and the first file that
-imports a library pays for that.
+CPU time hardly depends on what else the machine does, unlike the seconds of --durations. It includes the processes that
+a test has started, and what the test lets those of earlier tests do, such as a server that many tests share. Of a file,
+it is also shown for each phase: to import it and find its tests, and to set tests up, call them, and tear them down.
+The first test that uses a shared fixture pays for it, and the first file that imports a library pays for that.
 """
 
-import os
+import contextlib
 from collections import defaultdict
 from collections.abc import Generator
+from pathlib import Path
 
+import psutil
 import pytest
 
 NUM_SHOWN = 40
@@ -23,10 +25,15 @@ _wall_s: dict[str, float] = defaultdict(float)
 _num_tests: dict[str, int] = defaultdict(int)
 
 
-def _used_s() -> float:
-    """CPU seconds of this process and of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+def _used_s(pid: int | None = None) -> float:
+    """CPU seconds of a process, by default this one, and of its descendants, but those whose parent did not wait."""
+    total_s = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess, OSError):
+        process = psutil.Process(pid)
+        for task in Path(f"/proc/{process.pid}/task").iterdir():  # much faster than to look at all processes
+            total_s += sum(_used_s(int(child)) for child in (task / "children").read_text().split())
+        total_s += sum(process.cpu_times()[:4])  # user, system, and the same of children that have ended
+    return total_s
 
 
 @pytest.hookimpl(wrapper=True)
