@@ -36,6 +36,10 @@ class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
     detail: Annotated[str, Meta(description="auto, low or high, which make no difference yet.")] = "auto"
 
 
+ToolOutput = str | list[InputText | InputImage]
+"""What a tool returned: a list if an image is in it."""
+
+
 class Refusal(msgspec.Struct, tag_field="type", tag="refusal"):
     refusal: str
 
@@ -76,14 +80,14 @@ class CustomToolCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call
 class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
     id: str
     call_id: str
-    output: str
+    output: ToolOutput
     status: Status
 
 
 class CustomToolCallOutputItem(msgspec.Struct, tag_field="type", tag="custom_tool_call_output"):
     id: str
     call_id: str
-    output: str
+    output: ToolOutput
     status: Status
 
 
@@ -123,6 +127,8 @@ def _num_parts(item: Item) -> int:
             return max(1, len(item.content))
         case ReasoningItem():
             return max(1, len(item.content), len(item.summary))
+        case FunctionCallOutputItem(output=list(parts)) | CustomToolCallOutputItem(output=list(parts)):
+            return len(parts)
     return 1
 
 
@@ -287,7 +293,7 @@ def _message(at: str, item: InputItem, seed: str) -> MessageItem:
             for j, part in enumerate(given):
                 where = f"{at}.content[{j}]"
                 if part.type == "input_image" and not is_output:
-                    parts.append(InputImage(part.image_url or "", part.detail or "auto"))
+                    parts.append(_image(part))
                     continue
                 text = _PARTS.text_of(where, part, _OF_OUTPUT if is_output else _OF_INPUT)
                 if part.type == "refusal":
@@ -314,7 +320,7 @@ def _call_output(at: str, item: InputItem, seed: str, kind: type[R]) -> R:
     if item.output is None:
         raise _required(f"{at}.output")
     found = item.id or item_id(kind, seed)
-    return kind(found, item.call_id, _joined(f"{at}.output", item.output), "completed")
+    return kind(found, item.call_id, _output(f"{at}.output", item.output), "completed")
 
 
 def _reasoning(at: str, item: InputItem, seed: str) -> ReasoningItem:
@@ -331,12 +337,21 @@ def _reasoning(at: str, item: InputItem, seed: str) -> ReasoningItem:
     return ReasoningItem(item.id or item_id(ReasoningItem, seed), summary, content, "completed")
 
 
-def _joined(at: str, output: str | list[InputPart] | dict[str, Any]) -> str:
+def _output(at: str, output: str | list[InputPart] | dict[str, Any]) -> ToolOutput:
     if isinstance(output, str):
         return output
     if isinstance(output, dict):
         raise invalid(at, f"'{at}' must be a string or an array", "invalid_type")
-    return "\n".join(_PARTS.text_of(f"{at}[{j}]", part, _OF_INPUT) for j, part in enumerate(output))
+    parts = [
+        _image(part) if part.type == "input_image" else InputText(_PARTS.text_of(f"{at}[{j}]", part, _OF_INPUT))
+        for j, part in enumerate(output)
+    ]
+    texts = [part.text for part in parts if isinstance(part, InputText)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def _image(part: InputPart) -> InputImage:
+    return InputImage(part.image_url or "", part.detail or "auto")
 
 
 def _required(param: str) -> Exception:

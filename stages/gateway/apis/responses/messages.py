@@ -17,8 +17,10 @@ from pipeline.stages.gateway.apis.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     InputImage,
+    InputText,
     Item,
     MessageItem,
+    OutputText,
     ReasoningItem,
     Refusal,
 )
@@ -72,13 +74,15 @@ def messages_of(
             turn = None
         if is_own and turn is None:
             turn = _Turn()
+        at = f"input[{index - num_stored}]" if index >= num_stored else ""
         match item:
             case MessageItem(role="assistant") if turn is not None:
-                turn.add(_texts(item))
+                turn.add(_texts(item.content))
             case MessageItem():
-                texts = _texts(item)
-                at = f"input[{index - num_stored}]" if index >= num_stored else "previous_response_id"
-                offsets = _add_images(at, item, images)
+                texts, offsets = (
+                    _texts(item.content),
+                    _add_images(at and f"{at}.content", item.role, item.content, images),
+                )
                 parts = texts if len(texts) > 1 or offsets else None
                 found.append(m.ChatMessage(item.role, "\n".join(texts), parts=parts, image_offsets=offsets))
             case FunctionCallItem() | CustomToolCallItem() if turn is not None:
@@ -91,7 +95,7 @@ def messages_of(
                     param = f"input[{index - num_stored}].call_id"
                     message = f"'{param}' is {shown(item.call_id)!r}, and no call before it has this call_id"
                     raise invalid(param, message, "invalid_value")
-                found.append(m.ChatMessage("tool", item.output, tool_call_id=item.call_id))
+                found.append(_result(at and f"{at}.output", item, images))
         if turn is not None:
             turn.last = type(item)
     if turn is not None:
@@ -111,23 +115,33 @@ def _continued(before: list[str], texts: list[str]) -> list[str]:
     return [*before[:-1], before[-1] + texts[0], *texts[1:]]
 
 
-def _texts(item: MessageItem) -> list[str]:
-    texts = [part for part in item.content if not isinstance(part, InputImage)]
+_Part = OutputText | InputText | InputImage | Refusal
+
+
+def _result(at: str, item: CallOutputItem, images: ChatImages) -> m.ChatMessage:
+    if isinstance(item.output, str):
+        return m.ChatMessage("tool", item.output, tool_call_id=item.call_id)
+    texts, offsets = _texts(item.output), _add_images(at, "tool", item.output, images)
+    return m.ChatMessage("tool", "\n".join(texts), parts=texts, tool_call_id=item.call_id, image_offsets=offsets)
+
+
+def _texts(given: Sequence[_Part]) -> list[str]:
+    texts = [part for part in given if not isinstance(part, InputImage)]
     return [part.refusal if isinstance(part, Refusal) else part.text for part in texts]
 
 
-def _add_images(at: str, item: MessageItem, images: ChatImages) -> list[int]:
-    """Add the images of a message. Returns how many texts are before each."""
+def _add_images(at: str, role: str, given: Sequence[_Part], images: ChatImages) -> list[int]:
+    """Add the images among parts. `at` is the path of these; empty if they come from the previous response. Returns
+    how many texts are before each."""
     offsets, num_texts = [], 0
-    for index, part in enumerate(item.content):
+    for index, part in enumerate(given):
         if not isinstance(part, InputImage):
             num_texts += 1
             continue
-        where = f"{at}.content[{index}]" if at.startswith("input[") else at
-        images.check(where, item.role, '{"type": "input_text", "text": "…"}')
+        where = f"{at}[{index}]" if at else "previous_response_id"
+        images.check(where, role, '{"type": "input_text", "text": "…"}')
         if not part.image_url:
             raise invalid(f"{where}.image_url", f"'{where}.image_url' is required: this server stores no files")
-        field = f"{where}.image_url" if where != at else at
-        images.add_url(field, part.image_url, part.detail, f"{where}.detail")
+        images.add_url(f"{where}.image_url" if at else where, part.image_url, part.detail, f"{where}.detail")
         offsets.append(num_texts)
     return offsets

@@ -56,7 +56,11 @@ def sized(item: Item) -> SizedItem:
             size += text_bytes(item.call_id) + text_bytes(item.name) + text_bytes(item.input)
             size += text_bytes(item.namespace or "")
         case FunctionCallOutputItem() | CustomToolCallOutputItem():
-            size += text_bytes(item.call_id) + text_bytes(item.output)
+            size += text_bytes(item.call_id)
+            if isinstance(item.output, str):
+                size += text_bytes(item.output)
+            else:
+                size += sum(PART_BYTES + text_bytes(_text_of(part)) for part in item.output)
         case ReasoningItem():
             size += sum(PART_BYTES + text_bytes(one.text) for one in item.summary)
             size += sum(PART_BYTES + text_bytes(one.text) for one in item.content)

@@ -48,10 +48,10 @@ def error_of(sent: bytes, limits: RequestLimits = LIMITS_ON) -> ApiError:
     return error.value
 
 
-def message_of(request: ParsedRequest) -> m.ChatMessage:
+def message_of(request: ParsedRequest, index: int = 0) -> m.ChatMessage:
     (prompt,) = request.prompts
     assert isinstance(prompt, m.ChatPrompt)
-    return prompt.messages[0]
+    return prompt.messages[index]
 
 
 def test_images_keep_their_place_among_the_texts() -> None:
@@ -255,6 +255,32 @@ def test_images_of_responses_stay_in_the_conversation() -> None:
     assert [one.image_offsets for one in prompt.messages] == [[0, 1], [0]]
 
 
+FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
+
+def output(*parts: Any) -> Any:
+    return {"type": "function_call_output", "call_id": "c1", "output": list(parts)}
+
+
+@pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
+def test_images_of_a_tool_s_output_stay_in_the_conversation(kind: str) -> None:
+    call = {**FUNCTION_CALL, "type": kind, "input": "{}"}
+    parts = [{"type": "input_text", "text": "a"}, input_image(b"1"), {"type": "input_text", "text": "b"}]
+    first = responses(call, {"type": f"{kind}_output", "call_id": "c1", "output": [*parts, input_image(b"2")]})
+    message = message_of(first.request, index=-1)
+    assert (message.role, message.tool_call_id) == ("tool", "c1")
+    assert (message.content, message.parts, message.image_offsets) == ("a\nb", ["a", "b"], [1, 2])
+    assert [one.data for one in first.request.images] == [b"1", b"2"]
+    assert first.request.images[1].param == "input[1].output[3].image_url"
+    assert first.items[1].num_parts == 4 and first.items[0].num_parts == 1
+    large = responses(call, {"type": f"{kind}_output", "call_id": "c1", "output": [input_image(bytes(3000))]})
+    assert large.items[1].num_bytes > 4000
+    second = responses({"role": "user", "content": "x"}, before=first.items)
+    assert [one.param for one in second.request.images] == ["previous_response_id"] * 2
+    texts = responses(call, {"type": f"{kind}_output", "call_id": "c1", "output": [parts[0], parts[2]]})
+    assert (message_of(texts.request, index=-1).content, texts.items[1].item.output) == ("a\nb", "a\nb")
+
+
 @pytest.mark.parametrize(
     ("item", "param", "words"),
     [
@@ -270,11 +296,13 @@ def test_images_of_responses_stay_in_the_conversation() -> None:
         ),
         ({"role": "user", "content": [input_image(detail="x")]}, "input[0].content[0].detail", "auto, low, high"),
         ({"role": "system", "content": [input_image()]}, "input[0].content[0]", "messages of role user or tool"),
+        (output(input_image(image_url=None)), "input[1].output[0].image_url", "stores no files"),
+        (output(input_image(image_url="data:,a")), "input[1].output[0].image_url", "must be a data: URL with base64"),
     ],
 )
 def test_bad_images_of_responses_are_named(item: Any, param: str, words: str) -> None:
     with pytest.raises(ApiError) as error:
-        responses(item)
+        responses(*([FUNCTION_CALL] if "output" in item else []), item)
     assert (error.value.status, error.value.param) == (400, param) and words in error.value.message
 
 

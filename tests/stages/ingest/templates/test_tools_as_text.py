@@ -63,7 +63,30 @@ def test_tools_are_in_the_first_user_message_if_there_can_be_no_system_message()
 def test_parts_of_a_message_keep_their_text() -> None:
     chat = ChatPrompt([ChatMessage("system", "a\nb", parts=["a", "b"])], tools="[{}]")
     (message,) = with_tools_as_text(chat, takes_system=True).messages
-    assert message.parts is not None and message.parts[:2] == ["a", "b"] and message.parts[2].startswith("# Tools")
+    assert message.parts is not None and message.parts[0] == "a" and message.parts[1].startswith("b\n\n# Tools")
+
+
+def test_images_stay_where_they_are_in_results() -> None:
+    first = ChatMessage("tool", "a\nb", parts=["a", "b"], image_offsets=[0, 1, 1, 2], tool_call_id="c1")
+    second = ChatMessage("tool", "c", tool_call_id="c2")
+    only = ChatMessage("tool", "", parts=[], image_offsets=[0], tool_call_id="c3")
+    (message,) = with_tools_as_text(ChatPrompt([first, second, only]), takes_system=True).messages
+    assert message.role == "user" and message.tool_call_id is None
+    assert message.parts == [
+        "<tool_response>\n",
+        "a\n",
+        "b\n",
+        "\n</tool_response>\n<tool_response>\nc\n</tool_response>\n<tool_response>\n",
+        "\n</tool_response>",
+    ]
+    assert message.image_offsets == [1, 2, 2, 3, 4] and message.content == "".join(message.parts)
+
+
+def test_images_of_the_first_message_stay_behind_the_section() -> None:
+    chat = ChatPrompt([ChatMessage("user", "a\nb", parts=["a", "b"], image_offsets=[0, 1])], tools="[{}]")
+    (message,) = with_tools_as_text(chat, takes_system=False).messages
+    assert message.parts is not None and message.parts[0].startswith("# Tools") and message.parts[1:] == ["a", "b"]
+    assert message.image_offsets == [1, 2]
 
 
 def test_tools_that_are_no_objects_are_refused() -> None:
