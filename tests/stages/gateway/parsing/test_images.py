@@ -13,6 +13,7 @@ from pipeline.stages.gateway.admission.open_bytes import accepted_bytes, measure
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.ollama import parsing as ollama
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_tokenize
+from pipeline.stages.gateway.apis.responses.items import CallOutputItem
 from pipeline.stages.gateway.apis.responses.parsing import ParsedResponse, Referred, parse_response
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.chat.images import PIECE_CHARS, ChatImages
@@ -278,7 +279,8 @@ def test_images_of_a_tool_s_output_stay_in_the_conversation(kind: str) -> None:
     second = responses({"role": "user", "content": "x"}, before=first.items)
     assert [one.param for one in second.request.images] == ["previous_response_id"] * 2
     texts = responses(call, {"type": f"{kind}_output", "call_id": "c1", "output": [parts[0], parts[2]]})
-    assert (message_of(texts.request, index=-1).content, texts.items[1].item.output) == ("a\nb", "a\nb")
+    assert isinstance(item := texts.items[1].item, CallOutputItem) and item.output == "a\nb"
+    assert message_of(texts.request, index=-1).content == "a\nb"
 
 
 @pytest.mark.parametrize(
