@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from tests.e2e.server import Server
-from tools.check_page import actions, checks, hostile, pictures
+from tools.check_page import actions, checks, hostile, images, pictures
 from tools.check_page.devtools import PageError, Tab, browser, find_browser
 
 KEY = "sk-of-the-page-check"
@@ -61,6 +61,17 @@ async def run(program: str, only: str, folder: Path | None) -> int:
                 await tab.open(f"{server.url}/")
                 with_key = checks.a_server_with_keys_asks_for_one
                 failed += await passes(tab, server.url, with_key.__name__, with_key(tab, KEY)) is False
+    if (chosen := [check for check in images.CHECKS if only in check.__name__]) or folder is not None:
+        with images.serving() as server:
+            async with browser(program) as chromium:
+                tab = await chromium.tab()
+                await tab.resize(1280, 820)
+                await tab.open(f"{server.url}/")
+                await actions.ready(tab)
+                for check in chosen:
+                    failed += await passes(tab, server.url, check.__name__, check(tab)) is False
+                if folder is not None:
+                    await pictures.save_images(await chromium.tab(), server.url, folder)
     chosen = [one for one in (checks.a_short_context_needs_no_setting,) if only in one.__name__]
     died = checks.a_server_that_has_died_is_not_shown_alive
     if chosen or only in died.__name__:

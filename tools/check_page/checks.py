@@ -137,9 +137,9 @@ async def a_file_that_the_model_does_not_take_is_refused(tab: Tab) -> None:
         const files = new Attachments(() => document.querySelector('#model').textContent);
         files.setCapabilities(['vision', 'audio']);
         document.querySelector('.composer').prepend(files.list, files.buttons); })""")
-    await tab.until("document.querySelectorAll('.attach input').length === 2")
+    await tab.until("document.querySelectorAll('.attach input').length === 3")
     for kind, name in (("image", "a.png"), ("audio", "a.wav")):
-        script = f"""(() => {{ const input = document.querySelector('input[accept="{kind}/*"]');
+        script = f"""(() => {{ const input = document.querySelector('.composer > .attach input[accept="{kind}/*"]');
             const files = new DataTransfer(); files.items.add(new File(["x"], {name!r}, {{type: "{kind}/x"}}));
             input.files = files.files; input.dispatchEvent(new Event("change")); }})()"""
         await tab.run(script)

@@ -4,10 +4,10 @@ import asyncio
 import json
 from pathlib import Path
 
-from tools.check_page import actions
+from tools.check_page import actions, images
 from tools.check_page.devtools import Tab
 
-WIDTHS = {"desktop": (1280, 860, 1.0), "phone": (360, 740, 2.0)}
+WIDTHS = {"desktop": (1280, 860, 1.0), "phone": (390, 844, 2.0)}
 QUESTIONS = (
     "Write a Python function that reverses the words of a sentence.",
     "What is the capital of Greece?",
@@ -48,6 +48,26 @@ async def save(tab: Tab, url: str, folder: Path) -> None:
     await _both(tab, folder, "request")
 
 
+async def save_images(tab: Tab, url: str, folder: Path) -> None:
+    """Send images to the server at `url`, and save the pictures to `folder`."""
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    await tab.resize(*WIDTHS["desktop"])
+    await tab.open(f"{url}/")
+    await actions.ready(tab)
+    await actions.settings(tab, temperature="0", max_tokens="8")
+    await tab.until("document.querySelector('.attach button')")
+    await images.choose(tab, "a_photo.png")
+    await tab.until(f"{images.SHOWN}.length === 1")
+    await actions.send(tab, "What is in this picture?")
+    await tab.until(f"{actions.NUM_REPLIES} === 1 && {actions.IS_IDLE}", actions.SLOW_S)
+    for name in ("a.png", "another_photo_with_a_long_name_of_a_camera_20261130_231502.png"):
+        await images.choose(tab, name)
+    await tab.until(f"{images.SHOWN}.length === 2")
+    await images.choose(tab, "broken.png", "YWJj")
+    await tab.until("document.querySelector('.files .refused')")
+    await _both(tab, folder, "images")
+
+
 async def _load(tab: Tab) -> None:
     """Requests of several lengths, which the page does not wait for."""
     body = json.dumps({"max_tokens": 400, "ignore_eos": True})
@@ -63,6 +83,7 @@ async def _load(tab: Tab) -> None:
 async def _both(tab: Tab, folder: Path, name: str) -> None:
     for width, size in WIDTHS.items():
         await tab.resize(*size)
+        await tab.call("Emulation.setTouchEmulationEnabled", enabled=width == "phone")
         for scheme in ("light", "dark"):
             await tab.set_media(scheme=scheme)
             await tab.run("new Promise(done => setTimeout(done, 250))")  # transitions
@@ -70,3 +91,4 @@ async def _both(tab: Tab, folder: Path, name: str) -> None:
             await asyncio.to_thread((folder / f"{name}-{width}-{scheme}.png").write_bytes, picture)
     await tab.resize(*WIDTHS["desktop"])
     await tab.set_media()
+    await tab.call("Emulation.setTouchEmulationEnabled", enabled=False)

@@ -51,7 +51,7 @@ export class Chat {
       remove: (id) => this.#remove(id),
     });
     this.settings = new SettingsPanel();
-    this.attachments = new Attachments(() => this.#model);
+    this.attachments = new Attachments(() => this.#model, root);
     this.thread = el("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation" });
     this.field = el("textarea", { id: "message", rows: 1, placeholder: "Write a message", "aria-label": "Message" });
     this.sendButton = el("button", { class: "send", type: "submit" }, "Send");
@@ -147,12 +147,12 @@ export class Chat {
     this.field.style.height = `${this.field.scrollHeight}px`;
   }
 
-  #submit() {
+  async #submit() {
     const text = this.field.value.trim();
-    if ((!text && !this.attachments.files.length) || !this.#settingsAreValid()) return;
-    const attachments = this.attachments.files;
+    if ((!text && !this.attachments.any) || !this.#settingsAreValid()) return;
+    const attachments = await this.attachments.take();
+    if (!attachments) return;
     this.field.value = "";
-    this.attachments.clear();
     this.#fit();
     this.#replyTo([...this.#messages, { role: "user", text, ...(attachments.length ? { attachments } : {}) }]);
   }
