@@ -58,6 +58,13 @@ def counter_by_stage(name: str, words: str, stages: list[tuple[str, C]], of: Cal
     return family
 
 
+def by_name(family: GaugeMetricFamily, stages: list[tuple[str, C]], of: Callable[[C], float]) -> Metric:
+    """Add a value for each stage."""
+    for stage, counts in stages:
+        family.add_metric([stage], of(counts))
+    return family
+
+
 def by_stage(
     family: GaugeMetricFamily | CounterMetricFamily,
     stages: list[StageStats],

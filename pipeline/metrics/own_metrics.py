@@ -16,6 +16,7 @@ from pipeline.metrics.families import (
     histogram,
 )
 from pipeline.metrics.histogram import PLAN_WAIT_S
+from pipeline.metrics.media_metrics import media_metrics
 from pipeline.metrics.state_metrics import state_metrics
 from pipeline.metrics.stats import (
     DetokenizeCounts,
@@ -323,6 +324,7 @@ def kind_metrics(stats: ServerStats) -> Iterator[Metric]:
             groups.add_metric([name, str(index), str(group.window)], group.num_blocks)
     yield groups
     yield from state_metrics(stats)
+    yield from media_metrics(stats)
     execute = counts_by_stage(stats, ExecuteCounts)
     yield counter_by_stage("pipeline_execute_steps", "Steps computed.", execute, lambda c: c.num_steps)
     yield counter_by_stage("pipeline_execute_tokens", "Positions computed.", execute, lambda c: c.num_tokens)

@@ -7,6 +7,8 @@ from typing import assert_never
 
 import msgspec
 
+from pipeline.metrics.media_stats import EncoderCacheCounts, ImageCounts
+
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """Base of all structs here."""
@@ -105,6 +107,8 @@ class IngestCounts(Part, frozen=True, tag="ingest"):
     """Tokens of accepted prompts."""
     encode_s: float
     """Time spent on accepted prompts."""
+    images: ImageCounts | None = None
+    """None if the server takes none."""
 
 
 class ScheduleLoad(Part, frozen=True, tag="schedule"):
@@ -225,6 +229,8 @@ class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """None if adapters are off."""
     states: StateSlotCounts | None = None
     """None if the model has no recurrent layers."""
+    encoder: EncoderCacheCounts | None = None
+    """None if the server takes no images."""
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):

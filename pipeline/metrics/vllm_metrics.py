@@ -14,6 +14,7 @@ from pipeline.metrics.stats import (
     ExecuteCounts,
     GatewayCounts,
     HistogramCounts,
+    IngestCounts,
     ScheduleCounts,
     ServerStats,
     SpeculationCounts,
@@ -139,6 +140,12 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
             labels,
             sum(one.num_nan for one in executors),
         )
+    if images := [one.images for one in counts_of(stats, IngestCounts) if one.images is not None]:
+        for name, words, value in (
+            ("queries", "Multi-modal cache queries, in images.", sum(one.num_queries for one in images)),
+            ("hits", "Multi-modal cache hits, in images.", sum(one.num_hits for one in images)),
+        ):
+            yield counter(f"vllm:mm_cache_{name}", words, labels, value)
     for name, words, part, bounds in _GATEWAY_HISTOGRAMS:
         yield histogram(name, words, labels, summed(map(part, gateways), bounds), bounds)
     info = {

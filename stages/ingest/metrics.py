@@ -1,12 +1,17 @@
 """Ingest's counters. Pure."""
 
+from collections.abc import Callable
+
+from pipeline.metrics.media_stats import ImageCounts
 from pipeline.metrics.stats import IngestCounts
 
 
 class IngestMetrics:
     """Counts accepted and rejected prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: Callable[[], ImageCounts | None]) -> None:
+        """`images` returns the counts about images."""
+        self._images = images
         self.num_rejected = 0
         self._num_accepted = 0
         self._num_tokens = 0
@@ -25,4 +30,5 @@ class IngestMetrics:
             num_rejected=self.num_rejected,
             num_tokens=self._num_tokens,
             encode_s=self._encode_s,
+            images=self._images(),
         )

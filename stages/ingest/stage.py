@@ -130,7 +130,7 @@ class IngestStage:
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
         self._images = RequestImages(stage.model_dir, f"pipeline: {stage.launch.name} media")
         self._retry_queue = RetryQueue(lambda: stage.replay_context)
-        self._metrics = IngestMetrics()
+        self._metrics = IngestMetrics(self._images.counts)
         self._outcomes = Outcomes(stage, self._retry_queue, self._metrics)
         stage.control_requests.own_counts = lambda: self._metrics.counts(len(self._waiting), len(self._encoding))
         self._stopping = False

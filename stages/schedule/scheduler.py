@@ -258,6 +258,7 @@ class Scheduler:
             speculation=self.speculation.counts(),
             adapters=self.lifecycle.adapters.counts() if self.config.max_loras else None,
             states=self.kv_cache_manager.states.counts() if self.config.states.num_slots else None,
+            encoder=self.media.counts() if self.media.is_on else None,
         )
 
     def check(self) -> None:

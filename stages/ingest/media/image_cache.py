@@ -48,16 +48,12 @@ class ImageCache:
         self._max_bytes = max_bytes
         self._items: OrderedDict[bytes, DecodedImage] = OrderedDict()
         self.num_bytes = 0
-        self.num_queries = 0
-        self.num_hits = 0
 
     def __len__(self) -> int:
         return len(self._items)
 
     def get(self, key: bytes) -> DecodedImage | None:
-        self.num_queries += 1
         if (found := self._items.get(key)) is not None:
-            self.num_hits += 1
             self._items.move_to_end(key)
         return found
 

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 from pipeline.media.config import MEDIA
 from pipeline.media.jobs import Decoded, DecodeJob, key_of
 from pipeline.media.limits import LIMITS, ImageLimits
+from pipeline.metrics.media_stats import ImageCounts
 from pipeline.runtime.messages import Failure
 from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.process import suspension
@@ -60,6 +61,8 @@ class ImageDecoder:
         self._cache = ImageCache(cache_bytes)
         self._asked: dict[bytes, asyncio.Event] = {}
         """Set when an image was decoded, or can't be. By key."""
+        self._num_queries = self._num_hits = self._num_rejected = 0
+        self._decode_s = 0.0
         self._pool = WorkPool("copying images", max_threads=NUM_COPIES)
         self._dispatcher = JobDispatcher(
             "pipeline.media.decoder",
@@ -76,19 +79,36 @@ class ImageDecoder:
         if len(data) > self._limits.max_bytes:
             raise _rejection(f"has {len(data)} bytes; the limit is {self._limits.max_bytes}", param)
         key = await self._run_large(len(data), key_of, "image", self._config, detail, scope, data)
+        self._num_queries += 1
         while (found := self._cache.get(key)) is None:
             if (over := self._asked.get(key)) is not None:
                 await self._wait(over, param)
                 continue
             self._asked[key] = over = asyncio.Event()
             try:
-                found = await self._decoded(key, data, param, scope)
+                found = await self._timed(self._decoded(key, data, param, scope))
                 self._cache.put(found)
-                break
+                return found
             finally:
                 del self._asked[key]
                 over.set()
+        self._num_hits += 1
         return found
+
+    async def _timed(self, decoded: Awaitable[DecodedImage]) -> DecodedImage:
+        began_s = time.monotonic()
+        try:
+            return await decoded
+        except RequestRejected:
+            self._num_rejected += 1
+            raise
+        finally:
+            self._decode_s += time.monotonic() - began_s
+
+    def counts(self) -> ImageCounts:
+        """Since the start."""
+        totals = self._num_queries, self._num_hits, self._num_rejected
+        return ImageCounts(*totals, self._decode_s, self._cache.num_bytes)
 
     async def _wait(self, over: asyncio.Event, param: str) -> None:
         due_s = asyncio.get_running_loop().time() + WAIT_S

@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeline.media import config as media
 from pipeline.media.placeholders import Run
+from pipeline.metrics.media_stats import ImageCounts
 from pipeline.runtime.messages import Failure, MediaItem, Submit
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.shm.arrays import Array
@@ -72,6 +73,10 @@ class RequestImages:
                 raise RequestRejected(Failure(400, message, image.param, "image_too_large"))
             found.append(decoded)
         return found
+
+    def counts(self) -> ImageCounts | None:
+        """None if the server takes no images."""
+        return self._decoder.counts() if self._decoder is not None and self.max_rows else None
 
     def in_prompt(self, images: Sequence[DecodedImage]) -> PromptImages:
         assert self._config is not None, "images were decoded for a model that reads none"

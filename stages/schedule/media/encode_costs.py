@@ -12,7 +12,8 @@ class EncodeCosts:
     def __init__(self, max_slowdown: float) -> None:
         self._max_slowdown = max_slowdown
         self._rows = self._seconds = 0.0
-        self.debt_s = 0.0
+        self.debt_s = self.encode_s = 0.0
+        """What is not paid back; what all encodes took."""
 
     @property
     def row_s(self) -> float:
@@ -21,6 +22,7 @@ class EncodeCosts:
 
     def observe(self, num_rows: int, encode_s: float, compute_s: float, num_decodes: int) -> None:
         """A step has encoded `num_rows` rows within `encode_s` of its `compute_s`, beside rows that decode."""
+        self.encode_s += encode_s
         if num_rows:
             self._rows, self._seconds = self._rows * KEPT + num_rows, self._seconds * KEPT + encode_s
         if not num_decodes or self._max_slowdown == UNLIMITED:

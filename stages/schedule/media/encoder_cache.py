@@ -29,12 +29,13 @@ class EncoderCache:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._free: Int32s = np.arange(num_rows, dtype=np.int32)[::-1].copy()
-        self._num_free = num_rows
+        self.num_free = num_rows
+        """Rows of no item."""
         self._items: dict[bytes, _Item] = {}
         self._kept: OrderedDict[bytes, None] = OrderedDict()
         """Items without holders, the one released first at the beginning."""
-        self._num_kept = 0
-        """Rows of these."""
+        self.num_kept = 0
+        """Rows of items without holders."""
         self.num_queries = self.num_hits = self.num_rows_encoded = 0
         """Since start: items that steps needed, those of them that were here, and rows of the others."""
 
@@ -44,19 +45,19 @@ class EncoderCache:
     @property
     def num_held(self) -> int:
         """Rows of items with holders."""
-        return self.num_rows - self._num_free - self._num_kept
+        return self.num_rows - self.num_free - self.num_kept
 
     def num_available(self, pinned: Collection[bytes] = ()) -> int:
         """Rows that are free, or can be, if `pinned` items stay."""
         num_pinned = sum(len(self._items[key].slots) for key in pinned if key in self._kept)
-        return self._num_free + self._num_kept - num_pinned
+        return self.num_free + self.num_kept - num_pinned
 
     def hold(self, key: bytes) -> Int32s:
         """One more holder of an item that is here. Returns its slots."""
         item = self._items[key]
         if key in self._kept:
             del self._kept[key]
-            self._num_kept -= len(item.slots)
+            self.num_kept -= len(item.slots)
         item.num_holders += 1
         return item.slots
 
@@ -65,12 +66,12 @@ class EncoderCache:
         that as many are available. Returns its slots, int32 [num_rows]."""
         assert key not in self._items, "an item is in the encoder cache twice"
         for other in [one for one in self._kept if one not in pinned]:
-            if self._num_free >= num_rows:
+            if self.num_free >= num_rows:
                 break
             self._evict(other)
-        assert self._num_free >= num_rows, f"{num_rows} rows of the encoder cache are needed, {self._num_free} are free"
-        self._num_free -= num_rows
-        slots = self._free[self._num_free : self._num_free + num_rows][::-1].copy()
+        assert self.num_free >= num_rows, f"{num_rows} rows of the encoder cache are needed, {self.num_free} are free"
+        self.num_free -= num_rows
+        slots = self._free[self.num_free : self.num_free + num_rows][::-1].copy()
         self._items[key] = _Item(slots)
         self.num_rows_encoded += num_rows
         return slots
@@ -82,7 +83,7 @@ class EncoderCache:
         item.num_holders -= 1
         if not item.num_holders:
             self._kept[key] = None
-            self._num_kept += len(item.slots)
+            self.num_kept += len(item.slots)
 
     def slots_of(self, key: bytes) -> Int32s:
         """Where an item is that is here."""
@@ -97,16 +98,16 @@ class EncoderCache:
     def _evict(self, key: bytes) -> None:
         del self._kept[key]
         slots = self._items.pop(key).slots
-        self._num_kept -= len(slots)
-        self._free[self._num_free : self._num_free + len(slots)] = slots[::-1]
-        self._num_free += len(slots)
+        self.num_kept -= len(slots)
+        self._free[self.num_free : self.num_free + len(slots)] = slots[::-1]
+        self.num_free += len(slots)
 
     def check(self, held: list[bytes]) -> None:
         """Assert every invariant; for tests. `held` are the items of all holders."""
         used = [slot for item in self._items.values() for slot in item.slots.tolist()]
-        assert sorted([*used, *self._free[: self._num_free].tolist()]) == list(range(self.num_rows)), "a row is lost"
+        assert sorted([*used, *self._free[: self.num_free].tolist()]) == list(range(self.num_rows)), "a row is lost"
         for key, item in self._items.items():
             assert item.num_holders == held.count(key), "a reference to the encoder cache has no holder"
             assert (key in self._kept) == (item.num_holders == 0)
         assert set(held) <= self._items.keys()
-        assert self._num_kept == sum(len(self._items[key].slots) for key in self._kept)
+        assert self.num_kept == sum(len(self._items[key].slots) for key in self._kept)

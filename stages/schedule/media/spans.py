@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.metrics.media_stats import EncoderCacheCounts
 from pipeline.runtime.messages import EncodeJob
 from pipeline.stages.schedule.arrays import Bools, Int32s, Int64s, Put, Take
 from pipeline.stages.schedule.media.encode_costs import EncodeCosts
@@ -135,6 +136,19 @@ class MediaSpans:
             self._jobs.append(job)
             self._num_rows_encoded += len(slots)
         self._pinned.add(item.key)  # this step reads it, also if the row needs it no longer
+
+    def counts(self) -> EncoderCacheCounts:
+        """Of the cache, and since the start."""
+        cache = self.cache
+        return EncoderCacheCounts(
+            num_free=cache.num_free,
+            num_cached=cache.num_kept,
+            num_held=cache.num_held,
+            num_queries=cache.num_queries,
+            num_hits=cache.num_hits,
+            num_rows_encoded=cache.num_rows_encoded,
+            encode_s=self.costs.encode_s,
+        )
 
     def take_num_encoded(self) -> int:
         """Rows that the planned step encodes."""

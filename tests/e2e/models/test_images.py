@@ -23,6 +23,7 @@ from pipeline.media import config as media
 from pipeline.media import images, processors
 from pipeline.replay.compare import compare
 from tests.compiled import link_kernels
+from tests.e2e.observed import Metrics, gained
 from tests.e2e.recovery.test_recovery import RESTARTED, assert_restarted, kill, pids, post
 from tests.e2e.server import Server
 from tests.stages.execute.vision.tiny_towers import ONEVISION, TEXT, VARIANTS, Variant, make, normalized, save
@@ -171,6 +172,19 @@ def test_an_image_that_comes_again_is_in_the_prefix_cache(server: Server) -> Non
     assert again == first != other
     assert num_again > 4 * ROWS > num_other
     assert num_first <= num_other
+
+
+def test_images_are_counted(server: Server) -> None:
+    before = Metrics(server)
+    for _ in range(2):
+        answer(server, chat("Count: ", png(12), "And?"))
+    refused(server, chat("x", b"no image"))
+    names = "ingest_images", "ingest_images_rejected", "encoder_rows", "encoder_cache_queries"
+    assert [gained(server, before, f"pipeline_{name}_total") for name in names] == [3, 1, 5 * ROWS, 1]
+    assert gained(server, before, "vllm:mm_cache_queries_total") == 3
+    assert gained(server, before, "vllm:mm_cache_hits_total") == 1
+    assert gained(server, before, "pipeline_ingest_image_decode_seconds_total") > 0
+    assert gained(server, before, "pipeline_encoder_seconds_total") > 0
 
 
 BODIES = [
