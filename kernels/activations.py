@@ -53,9 +53,23 @@ def activate_mul(out: Tensor, gate_up: Tensor, kind: str) -> None:
     torch.mul(row_by_row(ACTIVATIONS[kind], gate), up, out=out)
 
 
-def gate(x: Tensor, gates: Tensor) -> None:
-    """`x *= sigmoid(gates)`, both [N, I]."""
-    x.mul_(row_by_row(torch.sigmoid, gates))
+def gate(x: Tensor, gates: Tensor, function: str = "sigmoid") -> None:
+    """`x *= function(gates)`, x [N, I] and gates [N, G], each for I / G adjacent columns."""
+    factors = row_by_row(torch.sigmoid if function == "sigmoid" else functional.softplus, gates)
+    x.view(len(x), gates.shape[-1], -1).mul_(factors[..., None])
+
+
+def xielu(out: Tensor, x: Tensor, positive: float, negative: float, linear: float, largest: float) -> None:
+    """xIELU of all of x (Huang and Schlag, 2024, arXiv:2411.13010), both [N, I]."""
+    low = negative * (torch.expm1(x.clamp(max=largest)) - x)
+    out.copy_(linear * x + torch.where(x > 0, positive * x * x, low))
+
+
+def xielu_reference(x: Tensor, positive: float, negative: float, linear: float, largest: float) -> Tensor:
+    """The formula in float64."""
+    x = x.double()
+    low = negative * (torch.expm1(torch.minimum(x, torch.tensor(largest))) - x)
+    return linear * x + torch.where(x > 0, positive * x**2, low)
 
 
 def activation_reference(x: Tensor, kind: str) -> Tensor:

@@ -31,6 +31,9 @@ class RouteOptions:
     num_groups: int = 1
     groups_per_token: int = 1
     best_of_group: int = 2
+    factors: "Tensor | None" = None
+    """[num_experts] float32"""
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tenso
     float32 or None, logits [T, E or more], of which the first are those of experts. The largest score comes
     first; among equal ones, the first expert."""
     logits = logits[:, : form.num_experts].float()
+    if form.softcap:
+        logits = form.softcap * row_by_row(torch.tanh, logits / form.softcap)
     scores = row_by_row(torch.sigmoid, logits) if form.scoring == "sigmoid" else torch.softmax(logits, dim=-1)
     ranked = scores if selection_bias is None else scores + selection_bias
     if form.num_groups > 1:
@@ -86,7 +91,8 @@ def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tenso
             else picked / picked.sum(dim=-1, keepdim=True)
         )
     chosen.copy_(order)
-    weights.copy_(picked * form.scale)
+    picked = picked * form.scale
+    weights.copy_(picked if form.factors is None else picked * form.factors[order])
 
 
 def _in_best_groups(ranked: Tensor, form: RouteOptions) -> Tensor:
@@ -137,6 +143,7 @@ def route_reference(
     """The chosen experts and their weights, a token at a time in float64."""
     chosen, weights = [], []
     for row in logits.double():
+        row = form.softcap * torch.tanh(row / form.softcap) if form.softcap else row
         scores = 1 / (1 + torch.exp(-row)) if form.scoring == "sigmoid" else torch.exp(row) / torch.exp(row).sum()
         ranked = scores if selection_bias is None else scores + selection_bias.double()
         size = len(row) // form.num_groups
@@ -147,7 +154,8 @@ def route_reference(
         picked = [float(scores[i]) for i in order]
         total = sum(picked) if form.normalized else 1.0
         chosen.append(order)
-        weights.append([form.scale * value / total for value in picked])
+        factors = [1.0] * num if form.factors is None else [float(form.factors[i]) for i in order]
+        weights.append([form.scale * value / total * factor for value, factor in zip(picked, factors, strict=True)])
     return chosen, weights
 
 

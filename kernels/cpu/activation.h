@@ -1,13 +1,29 @@
-// Activations of feed-forward layers, in float32: SiLU, GELU (exact to 2e-7, by tanh and by a sigmoid), ReLU and its square.
+// Activations of feed-forward layers, in float32: SiLU, GELU (exact to 2e-7, by tanh and by a sigmoid), ReLU, its square
+// and xIELU.
 #pragma once
 
 #include "vec.h"
 
-enum class Activation : int { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, SWIGLU_OAI = 5, GELU_QUICK = 6 };
+enum class Activation : int {
+    SILU = 0,
+    GELU = 1,
+    GELU_TANH = 2,
+    RELU = 3,
+    RELU2 = 4,
+    SWIGLU_OAI = 5,
+    GELU_QUICK = 6,
+    XIELU = 7
+};
 
 // Of SWIGLU_OAI, gate * sigmoid(alpha * gate) * (up + 1), where gate is at most `limit` and up from -limit to limit.
 struct SwigluForm {
     float alpha = 1.702f, limit = 7.0f;
+};
+
+// Of XIELU (Huang and Schlag, 2024, arXiv:2411.13010): `positive` x^2 + `linear` x where x > 0, else `negative`
+// (exp(min(x, largest)) - 1 - x) + `linear` x.
+struct XieluForm {
+    float positive, negative, linear, largest;
 };
 
 // x * sigmoid(t); zero below the range of exp_of, where it is zero in float32.
@@ -55,6 +71,13 @@ INLINE Vector gelu(Vector x) {
     p = p * t + 0.254829592f;
     const Vector tail = 0.5f * p * t * exp_of(-z * z);  // P(X > |x|)
     return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+template <class Vector>
+INLINE Vector xielu(Vector x, const XieluForm& form) {
+    const Vector cut = x < form.largest ? x : form.largest - Vector{};
+    const Vector low = form.negative * (exp_of(cut) - 1.0f - x);
+    return form.linear * x + (x > 0.0f ? form.positive * x * x : low);
 }
 
 template <Activation KIND, class Vector>

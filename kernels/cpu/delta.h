@@ -285,25 +285,38 @@ class DeltaRule final : public Op {
     float* const out_;
 };
 
-// Rows times the sigmoids of others, in the form that the next product reads: the gate of attention's result in models
-// with such layers.
+// Rows times the sigmoids or softplus of others, in the form that the next product reads: the gate of attention's result.
 class Gate final : public Op {
    public:
-    // `from` [tokens][all] and `gates` [tokens][width], which are those of `width` columns from `first` on. If these are
-    // not all, other ranks have the others: then the results stay in `from` unless `out` is PLAIN.
-    Gate(Rows out, ActivationForm form, float* from, const float* gates, int width, int first, int all)
-        : Op("gate"), out_(out), form_(form), from_(from), gates_(gates), width_(width), first_(first), all_(all) {}
+    // `from` [tokens][all] and `gates` [tokens][width / columns], which are those of `width` columns from `first` on, one
+    // for `columns` adjacent ones. If these are not all, other ranks have the others: then the results stay in `from`
+    // unless `out` is PLAIN.
+    Gate(Rows out, ActivationForm form, float* from, const float* gates, int width, int first, int all, int columns,
+         bool softplus)
+        : Op("gate"), out_(out), form_(form), from_(from), gates_(gates), width_(width), first_(first), all_(all),
+          columns_(columns), softplus_(softplus) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
     size_t scratch_bytes() const override { return size_t(width_) * 4; }
 
     void tile(const Step& step, int token, const Scratch& scratch) override {
         float* from = from_ + size_t(token) * all_ + first_;
-        const float* gates = gates_ + size_t(token) * width_;
+        const float* gates = gates_ + size_t(token) * (width_ / columns_);
         const bool is_part = width_ < all_;
         float* gated = is_part ? from : reinterpret_cast<float*>(scratch.memory);
-        for (int c = 0; c < width_; c += LANES)
-            store(gated + c, times_sigmoid(load<vf>(from + c), load<vf>(gates + c)));
+        if (columns_ == 1) {
+            for (int c = 0; c < width_; c += LANES) store(gated + c, times(load<vf>(from + c), load<vf>(gates + c)));
+        } else {
+            for (int first = 0; first < width_; first += columns_) {
+                const vf gate = gates[first / columns_] - vf{};
+                int c = first;
+                for (; c + LANES <= first + columns_; c += LANES) store(gated + c, times(load<vf>(from + c), gate));
+                for (; c < first + columns_; c++) {
+                    const vf value = times(from[c] - vf{}, gate);
+                    gated[c] = value[0];
+                }
+            }
+        }
         if (form_ == ActivationForm::PLAIN)
             for (int c = 0; c < width_; c += LANES) store_acts(out_.plain(token) + first_ + c, load<vf>(gated + c));
         else if (!is_part)
@@ -316,11 +329,14 @@ class Gate final : public Op {
     Cost cost(const Step& step) const override { return {double(step.tokens) * width_ * 12, 0}; }
 
    private:
+    vf times(vf x, vf gate) const { return softplus_ ? x * delta::softplus(gate) : times_sigmoid(x, gate); }
+
     const Rows out_;
     const ActivationForm form_;
     float* const from_;
     const float* const gates_;
-    const int width_, first_, all_;
+    const int width_, first_, all_, columns_;
+    const bool softplus_;
 };
 
 // out = rms(o) w silu(z) for each head, in the form that the next product reads.

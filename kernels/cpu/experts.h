@@ -24,6 +24,8 @@ struct RouteOptions {
     int groups;  // of adjacent experts; with more than one, a token's experts are in the best `groups_per_token`
     int groups_per_token;
     int best_of_group;  // a group is as good as its best expert (1), or as the sum of its two best (2)
+    const float* factors;  // [experts], of weights, or null
+    float softcap;         // c in c tanh(logit / c), or 0
 };
 
 // Rows of tokens, copied to their places in expert order.
@@ -73,6 +75,8 @@ class Route final : public Op {
         float *ranks = scores + width, *best = ranks + width, *groups = best + width;
         const float* logits = logits_ + size_t(token) * stride_;
         memcpy(scores, logits, experts * 4);
+        if (form_.softcap)
+            for (int i = 0; i < experts; i++) scores[i] = form_.softcap * tanh_of(vf{} + scores[i] / form_.softcap)[0];
         std::fill(scores + experts, scores + width, -INFINITY);
         if (form_.scoring == Scoring::SOFTMAX) {
             vf tops = load<vf>(scores);
@@ -91,7 +95,7 @@ class Route final : public Op {
         }
         // Logits rank as softmax scores do, and those of unlikely experts differ where scores are all zero.
         const bool has_groups = form_.groups > 1, is_single = !has_groups || form_.best_of_group == 1;
-        const bool by_logits = form_.scoring == Scoring::SOFTMAX && !form_.selection_bias && is_single;
+        const bool by_logits = form_.scoring == Scoring::SOFTMAX && !form_.selection_bias && is_single && !form_.softcap;
         memcpy(ranks, by_logits ? logits : scores, experts * 4);
         if (form_.selection_bias)
             for (int i = 0; i < experts; i++) ranks[i] += form_.selection_bias[i];
@@ -109,6 +113,8 @@ class Route final : public Op {
         for (int i = 0; i < count; i++) total += scores[chosen[i]];
         if (!form_.normalized) total = 1;
         for (int i = 0; i < count; i++) weights[i] = scores[chosen[i]] / total * form_.scale;
+        if (form_.factors)
+            for (int i = 0; i < count; i++) weights[i] *= form_.factors[chosen[i]];
     }
 
     // Experts of other groups get the lowest rank. Among equal groups, the first is better.

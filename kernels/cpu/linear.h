@@ -305,9 +305,9 @@ struct InnerRows {
 class Activate final : public Gemm {
    public:
     Activate(Rows out, bool floats, const Product* products, int num_products, Activation kind, int inner,
-             const Routing* routing = nullptr)
+             const Routing* routing = nullptr, const XieluForm& xielu = {})
         : Gemm(routing ? "experts_up" : "activate", products, num_products, 4, routing), out_{out, floats}, kind_(kind),
-          inner_(inner) {}
+          inner_(inner), xielu_(xielu) {}
 
    private:
     void prefetch_out(const Step&, const Part& part) const override {
@@ -323,6 +323,7 @@ class Activate final : public Gemm {
             case Activation::GELU_QUICK: return finish_as<Activation::GELU_QUICK>(part);
             case Activation::RELU: return finish_as<Activation::RELU>(part);
             case Activation::RELU2: return finish_as<Activation::RELU2>(part);
+            case Activation::XIELU: return finish_as<Activation::XIELU>(part);
             case Activation::SWIGLU_OAI: return;  // has a gate
         }
     }
@@ -332,7 +333,12 @@ class Activate final : public Gemm {
         const int width = std::min(part.width, inner_ - part.column);
         for (int r = 0; r < part.count; r++) {
             float* values = part.values + r * part.width;
-            for (int c = 0; c < part.width; c += LANES) store(values + c, activate<KIND>(load<vf>(values + c)));
+            for (int c = 0; c < part.width; c += LANES) {
+                if constexpr (KIND == Activation::XIELU)
+                    store(values + c, xielu(load<vf>(values + c), xielu_));
+                else
+                    store(values + c, activate<KIND>(load<vf>(values + c)));
+            }
             out_.write(part.row + r, part.column, values, width);
         }
     }
@@ -340,6 +346,7 @@ class Activate final : public Gemm {
     const InnerRows out_;
     const Activation kind_;
     const int inner_;
+    const XieluForm xielu_;
 };
 
 // out = activation(in x gate) * (in x up), by default SiLU. A panel holds eight outputs of gate and the eight of up beside
@@ -383,6 +390,7 @@ class Swiglu final : public Gemm {
             case Activation::RELU: return finish_as<Activation::RELU>(part);
             case Activation::RELU2: return finish_as<Activation::RELU2>(part);
             case Activation::SWIGLU_OAI: return finish_as<Activation::SWIGLU_OAI>(part);
+            case Activation::XIELU: return;  // has no gate
         }
     }
 

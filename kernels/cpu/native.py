@@ -293,8 +293,23 @@ class NativeFileTable(Structure):
 
 NORM_KINDS = {"rms": 0, "layer": 1, "none": 2}
 """`NormKind` in norm.h."""
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu_oai": 5, "gelu_quick": 6}
+ACTIVATIONS = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "relu2": 4,
+    "swiglu_oai": 5,
+    "gelu_quick": 6,
+    "xielu": 7,
+}
 """`Activation` in activation.h."""
+
+
+class NativeXieluForm(Structure):
+    """`XieluForm` in activation.h."""
+
+    _fields_ = (("positive", c_float), ("negative", c_float), ("linear", c_float), ("largest", c_float))
 
 
 class NativeRouteOptions(Structure):
@@ -308,6 +323,8 @@ class NativeRouteOptions(Structure):
         ("groups", c_int),
         ("groups_per_token", c_int),
         ("best_of_group", c_int),
+        ("factors", c_void_p),
+        ("softcap", c_float),
     )
 
 

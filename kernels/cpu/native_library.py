@@ -38,10 +38,11 @@ from pipeline.kernels.cpu.native import (
     NativeSharedExpert,
     NativeStepArrays,
     NativeVocabShare,
+    NativeXieluForm,
     PackedMatrix,
 )
 
-ABI_VERSION = 32
+ABI_VERSION = 33
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -82,7 +83,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_gate_inputs": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_int, c_int]),
     "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
     "program_quantize": (None, [c_void_p, NativeRows, c_int, c_void_p, c_int]),
-    "program_gate": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_int, c_int]),
+    "program_gate": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, *5 * [c_int]]),
     "program_qkv": (
         None,
         [
@@ -148,7 +149,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "program_lora": (None, [c_void_p, POINTER(NativeLoraSite), NativeRows, c_int]),
     "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int]),
-    "program_activate": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int, c_int]),
+    "program_activate": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), *3 * [c_int], NativeXieluForm]),
     "program_route": (
         c_void_p,
         [

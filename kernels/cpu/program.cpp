@@ -26,7 +26,7 @@
 
 extern "C" {
 
-int abi_version() { return 32; }
+int abi_version() { return 33; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -155,9 +155,9 @@ void program_quantize(Program* program, Rows out, int form, const float* from, i
     program->add<Quantize>(out, ActivationForm(form), from, width);
 }
 
-// The same of `from` times the sigmoid of `gates`, [tokens][width] both.
-void program_gate(Program* program, Rows out, int form, float* from, const float* gates, int width, int first, int all) {
-    program->add<Gate>(out, ActivationForm(form), from, gates, width, first, all);
+void program_gate(Program* program, Rows out, int form, float* from, const float* gates, int width, int first, int all,
+                  int columns, int softplus) {
+    program->add<Gate>(out, ActivationForm(form), from, gates, width, first, all, columns, softplus != 0);
 }
 
 // `norms` and `form` may be null. `values`, for norms of all heads, has room for the matmul's results; else it is null.
@@ -243,8 +243,8 @@ void program_swiglu(Program* program, Rows out, int floats, const Product* produ
 }
 
 void program_activate(Program* program, Rows out, int floats, const Product* products, int num_products, int activation,
-                      int inner) {
-    program->add<Activate>(out, floats != 0, products, num_products, Activation(activation), inner);
+                      int inner, XieluForm xielu) {
+    program->add<Activate>(out, floats != 0, products, num_products, Activation(activation), inner, nullptr, xielu);
 }
 
 // The functions of a mixture of experts begin with this one. `gathered` are the activations that its matmuls read.

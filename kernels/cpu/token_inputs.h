@@ -80,7 +80,8 @@ class GateInputs final : public Op {
             case Activation::RELU: multiply<Activation::RELU>(token, values); break;
             case Activation::RELU2: multiply<Activation::RELU2>(token, values); break;
             case Activation::GELU_QUICK: multiply<Activation::GELU_QUICK>(token, values); break;
-            case Activation::SWIGLU_OAI: return;  // is not of one number
+            case Activation::SWIGLU_OAI:
+            case Activation::XIELU: return;  // need more than one number
         }
         if (form_ == ActivationForm::PLAIN)
             for (int c = 0; c < size_; c += LANES) store_acts(out_.plain(token) + c, load<vf>(values + c));

@@ -7,7 +7,7 @@ sums up all layers, and rounding it to bfloat16 in each would lose the most prec
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -46,11 +46,13 @@ class Norm:
 
     weight: AnyVector
     bias: "AnyVector | None" = None
+    eps: float | None = None
+    """None: that of the model."""
 
     def as_arrays(self) -> "Norm":
         """The same in numpy; it must be in host memory."""
         bias = None if self.bias is None else np.asarray(self.bias, np.float32)
-        return Norm(np.asarray(self.weight, np.float32), bias)
+        return Norm(np.asarray(self.weight, np.float32), bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ class AttentionWeights:
     """[num_heads, 2 * reach + 1]; what is added to scores by the distance from the query to the key, which is at least
     -reach and at most reach."""
     gate: Linear | None = None
-    """[num_heads * head_dim, hidden_size]: attention's result is multiplied with its sigmoid."""
+    """[num_heads * head_dim, hidden_size], or [num_heads, hidden_size]: attention's result is multiplied with the
+    sigmoid of its results, or with their softplus."""
     post_norm: Norm | None = None
     residual_norm: Norm | None = None
     """Of the residual, after attention's result was added to it."""
@@ -140,9 +143,20 @@ class ShortConvWeights:
     conv: "AnyVector"
     """[taps, hidden_size]; the last one is that of the token itself."""
     out: Linear
+    post_norm: Norm | None = None
 
 
 RecurrentWeights = DeltaWeights | ShortConvWeights
+
+
+class XieluForm(NamedTuple):
+    """positive * x^2 + linear * x for x > 0, else negative * (exp(min(x, largest)) - 1 - x) + linear * x (Huang and
+    Schlag, 2024, arXiv:2411.13010)."""
+
+    positive: float
+    negative: float
+    linear: float
+    largest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +172,8 @@ class MlpWeights:
     """As of attention."""
     residual_scale: float = 1.0
     """Factor of the residual, after the result was added to it."""
+    xielu: XieluForm | None = None
+    """Of the activation "xielu"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +217,16 @@ class ExpertsWeights:
     shared: tuple[Linear, Linear] | None = None
     """Gate and up, and down, of the expert that computes every token."""
     post_norm: Norm | None = None
+    factors: "AnyVector | None" = None
+    """[experts], of the experts' weights."""
+    router_norm: Norm | None = None
+    """What the router reads, if not the results of `norm`."""
+    dense: MlpWeights | None = None
+    """The dense feed-forward layer beside them, with its own norms."""
+    sum_norm: Norm | None = None
+    """Of the sum of both, if there is a dense layer."""
+    residual_scale: float = 1.0
+    """As of the feed-forward layer; only with a dense layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +267,8 @@ class ProgramBuilder(ABC):
 
     @abstractmethod
     def recurrent(self, weights: RecurrentWeights) -> None:
-        """residual += out(f(inputs(norm(residual)))) * residual_multiplier, with the f of the weights' kind; see
-        kernels/recurrent/. Reads and writes the layer's part of the entries' slots."""
+        """residual += post_norm(out(f(inputs(norm(residual))))) * residual_multiplier, with the f of the weights' kind;
+        see kernels/recurrent/. Reads and writes the layer's part of the entries' slots."""
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:
@@ -252,7 +278,9 @@ class ProgramBuilder(ABC):
     @abstractmethod
     def experts(self, weights: ExpertsWeights) -> None:
         """residual += post_norm(the weighted sum of the experts that the router chooses for each token, and the shared
-        expert times its gate), each as in `mlp`; all of them read norm(residual)."""
+        expert times its gate), each as in `mlp`; all of them read norm(residual). With a dense layer: residual =
+        (residual + sum_norm(post_norm(that sum) + the dense layer's post_norm(...)) * residual_multiplier) *
+        residual_scale."""
 
     @abstractmethod
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:

@@ -301,6 +301,8 @@ class Weights:
 
 def _rows_of(data: "np.ndarray[Any, Any]", piece: Piece, num_dims: int) -> "np.ndarray[Any, Any]":
     """The rows of a piece with `num_dims` dimensions, contiguous; a copy unless they are adjacent in the tensor."""
+    if not data.ndim:
+        return data
     if piece.index is not None and data.ndim > num_dims and piece.index < len(data):
         data = data[piece.index]
     if piece.transposed:

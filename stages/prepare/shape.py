@@ -117,6 +117,8 @@ def _check_experts(config: ModelConfig, experts: Experts, require: Require) -> N
         most = kept * size
         require(count <= most, "num_experts_per_tok", count, f"at most {most}, the experts of topk_group groups")
     require(not config.parallel, "experts", experts.num, "absent in a model with parallel layers")
+    softcap = experts.softcap
+    require(0 <= softcap < math.inf, "moe_router_logit_softcapping", softcap, "a finite number of at least 0")
     require(math.isfinite(experts.scale), "routed_scaling_factor", experts.scale, "a finite number")
 
 

@@ -25,6 +25,8 @@ FORMS = [
     RouteOptions(NUM, "sigmoid", True, 2.5, num_groups=3, groups_per_token=1),
     RouteOptions(NUM, "softmax", False, num_groups=3, groups_per_token=2),
     RouteOptions(NUM, "softmax", False, num_groups=3, groups_per_token=2, best_of_group=1),
+    RouteOptions(NUM, "softmax", True, factors=torch.linspace(0.5, 2, NUM)),
+    RouteOptions(NUM, "sigmoid", True, softcap=1.5),
 ]
 
 

@@ -90,7 +90,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai", "xielu"]
+GateFunction = Literal["sigmoid", "softplus"]
 QkNorm = Literal["head", "each_head", "all"]
 
 
@@ -120,6 +121,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The kind of all norms of hidden states, and of norms of queries and keys."""
     rms_norm_eps: float
     """Of all norms."""
+    post_norm_eps: float | None = None
+    """Of `post_norms`, if it is another."""
     norm_weights: bool = True
     """False: norms have neither weights nor biases."""
     norm_bias: bool = False
@@ -153,8 +156,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     delta: DeltaNet | None = None
     short_conv: ShortConv | None = None
     attention_gate: bool = False
-    """Whether attention's result is multiplied with the sigmoid of a projection of its input."""
+    """Whether attention's result is multiplied with a function of a projection of its input."""
+    gate_per_head: bool = False
+    """Whether there is one such number for each head. Else there is one for each of its dimensions."""
+    gate_function: GateFunction = "sigmoid"
     embedding_norm: bool = False
+    """Whether embeddings are normalized; after `embedding_scale`."""
+    embedding_norm_weights: bool = True
+    """Whether that norm has weights."""
     embedding_scale: float = 1.0
     position_embeddings: int = 0
     """Rows of the table of learned positions; 0 if the model has none."""
@@ -209,6 +218,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     qk_norm_kind: QkNorm = "head"
     """"head": each head by itself, with weights [head_dim]; "each_head": with weights for each head [num_heads *
     head_dim]; "all": all heads together, with such weights."""
+    qk_norm_weights: bool = True
+    """False: norms of queries and keys have no weights."""
     value_norm: bool = False
     """Whether each head of values is normalized, by a norm without weights."""
     first_shared_kv_layer: int | None = None
@@ -333,16 +344,20 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def has_post_norms(self, layer: int) -> bool:
         """Whether the results of both halves of a layer are normalized."""
-        return self.post_norms and not self.is_recurrent(layer)
+        return self.post_norms and (self.delta is None or not self.is_recurrent(layer))
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward layer of a layer is a mixture of experts."""
         return self.experts is not None and (self.experts.layers is None or layer in self.experts.layers)
 
+    def has_dense(self, layer: int) -> bool:
+        """Whether a layer has a dense feed-forward layer, alone or beside experts."""
+        return not self.has_experts(layer) or (self.experts is not None and self.experts.beside_dense)
+
     @property
     def inner_sizes(self) -> list[int]:
         """The intermediate sizes of the feed-forward layers, without those of experts."""
-        dense = [layer for layer in range(self.num_layers) if not self.has_experts(layer)]
+        dense = [layer for layer in range(self.num_layers) if self.has_dense(layer)]
         sizes = list(dict.fromkeys(self.inner_of(layer) for layer in dense))
         shared = self.experts.shared_intermediate_size if self.experts is not None else 0
         return [*sizes, shared] if shared else sizes

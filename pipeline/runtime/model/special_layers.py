@@ -19,6 +19,8 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     alone."""
     scale: float = 1.0
     """Factor of the weights."""
+    softcap: float = 0.0
+    """c in c * tanh(logit / c), which become scores; 0: logits do."""
     router_bias: bool = False
     """Whether the router has a bias."""
     selection_bias: bool = False
@@ -35,6 +37,13 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Of the expert that computes every token; 0 if there is none."""
     shared_gate: bool = False
     """Whether the shared expert's result is multiplied with the sigmoid of a projection of its input."""
+    beside_dense: bool = False
+    """Whether layers with experts have a dense feed-forward layer, too (Gemma 4 26B-A4B): both read the hidden states,
+    each has norms of its own before and after it, and the norm after the feed-forward layer is that of their sum."""
+    router_norm: bool = False
+    """Whether the router reads a norm of its own of the hidden states, divided by sqrt(hidden_size)."""
+    factors: bool = False
+    """Whether each expert's weight is multiplied with a number of its own, after it was normalized."""
     layers: list[int] | None = None
     """The layers with experts; None: all. The others have a dense feed-forward layer."""
 

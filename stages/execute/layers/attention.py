@@ -12,7 +12,7 @@ from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.layers.norm import norm_weights, post_norm_weights
 from pipeline.stages.execute.layers.rope import head_order
 from pipeline.stages.execute.program import AnyMatrix, AttentionWeights, HeadNorms, Linear
 from pipeline.stages.execute.weights import Weights
@@ -44,8 +44,10 @@ def attention_weights(
             head_norms = HeadNorms(*taken)
     gate = None
     if config.attention_gate:
-        bias = weights.vector(f"{layer}.self_attn.gate_proj.bias", queries) if config.qkv_bias else None
-        gate = Linear((weights.matrix(f"{layer}.self_attn.gate_proj.weight", queries, hidden),), bias)
+        num = heads.num if config.gate_per_head else queries
+        has_bias = config.qkv_bias and not config.gate_per_head
+        bias = weights.vector(f"{layer}.self_attn.gate_proj.bias", num) if has_bias else None
+        gate = Linear((weights.matrix(f"{layer}.self_attn.gate_proj.weight", num, hidden),), bias)
     has_norm = config.pre_norms and not (config.skips_first_norm and index == 0)
     return AttentionWeights(
         norm=norm_weights(config, weights, f"{layer}.input_layernorm") if has_norm else None,
@@ -61,7 +63,7 @@ def attention_weights(
         sinks=weights.vector(f"{layer}.self_attn.sinks", config.num_heads) if config.sinks else None,
         biases=_distance_biases(config, weights) if config.distance_buckets else None,
         gate=gate,
-        post_norm=norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
+        post_norm=post_norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
         residual_norm=norm_weights(config, weights, f"{layer}.self_attn_residual_norm")
         if config.residual_norms
         else None,
@@ -76,6 +78,8 @@ def _head_norms(config: ModelConfig, weights: Weights, index: int) -> HeadNorms 
     if config.qk_norm_kind != "head":
         sizes = heads.query_size, heads.kv_size
     kinds = "qk" if config.kv_source(index) == index else "q"
+    if not config.qk_norm_weights:
+        return HeadNorms(*(np.ones(size, np.float32) for size in sizes[: len(kinds)]), *(2 - len(kinds)) * [None])
     found = [
         weights.vector(f"{layer}.self_attn.{name}_norm.weight", size) for name, size in zip(kinds, sizes, strict=False)
     ]

@@ -1,14 +1,16 @@
 """A mixture of experts: a router, the experts' matrices, and in some models an expert for every token."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pipeline import torch_needed
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import EXPERTS, ModelConfig
-from pipeline.stages.execute.layers.norm import norm_weights
-from pipeline.stages.execute.program import AnyMatrix, ExpertsWeights, Linear
+from pipeline.stages.execute.layers.mlp import mlp_weights
+from pipeline.stages.execute.layers.norm import norm_weights, post_norm_weights
+from pipeline.stages.execute.program import AnyMatrix, ExpertsWeights, Linear, Norm
 from pipeline.stages.execute.weights import DTYPES, Weights, converted
 
 
@@ -32,7 +34,7 @@ def experts_weights(config: ModelConfig, weights: Weights, index: int) -> Expert
     if experts.shared_gate:
         router.append(weights.matrix(f"{layer}.mlp.shared_expert_gate.weight", 1, hidden))
         router_bias = None if router_bias is None else np.append(np.asarray(router_bias), np.float32(0))
-    return ExpertsWeights(
+    made = ExpertsWeights(
         norm=norm_weights(config, weights, f"{layer}.post_attention_layernorm")
         if config.has_pre_norms(index)
         else None,
@@ -41,7 +43,32 @@ def experts_weights(config: ModelConfig, weights: Weights, index: int) -> Expert
         gate_up=_stacked(weights, first, inner, hidden, len(inputs), experts.bias),
         down=_stacked(weights, last, hidden, inner, 1, experts.bias),
         shared=shared,
-        post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.has_post_norms(index) else None,
+        post_norm=post_norm_weights(config, weights, f"{layer}.mlp_post_norm")
+        if config.has_post_norms(index)
+        else None,
+        factors=weights.vector(f"{layer}.mlp.expert_factors.weight", experts.num) if experts.factors else None,
+        router_norm=_router_norm(config, weights, layer) if experts.router_norm else None,
+    )
+    return _beside_dense(made, config, weights, index) if experts.beside_dense else made
+
+
+def _router_norm(config: ModelConfig, weights: Weights, layer: str) -> Norm:
+    norm = norm_weights(config, weights, f"{layer}.mlp.router_norm")
+    return replace(norm, weight=norm.weight * config.hidden_size**-0.5)
+
+
+def _beside_dense(made: ExpertsWeights, config: ModelConfig, weights: Weights, index: int) -> ExpertsWeights:
+    """The same with the dense layer, whose norm before it is in `made`, as is that of the sum."""
+    dense, layer = mlp_weights(config, weights, index), f"model.layers.{index}.mlp"
+    names = "experts_norm", "experts_post_norm", "dense_post_norm"
+    norm, post_norm, dense_post_norm = (norm_weights(config, weights, f"{layer}.{name}") for name in names)
+    return replace(
+        made,
+        norm=norm,
+        post_norm=post_norm,
+        dense=replace(dense, post_norm=dense_post_norm, residual_scale=1.0),
+        sum_norm=dense.post_norm,
+        residual_scale=dense.residual_scale,
     )
 
 

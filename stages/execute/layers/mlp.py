@@ -1,8 +1,10 @@
 """The feed-forward layer: gated, or one activation between two matrices."""
 
+import numpy as np
+
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.layers.norm import norm_weights
-from pipeline.stages.execute.program import Linear, MlpWeights
+from pipeline.stages.execute.layers.norm import norm_weights, post_norm_weights
+from pipeline.stages.execute.program import Linear, MlpWeights, XieluForm
 from pipeline.stages.execute.weights import Weights
 
 
@@ -24,10 +26,20 @@ def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights
         norm=norm_weights(config, weights, f"{layer}.post_attention_layernorm") if has_norm else None,
         gate_up=Linear(gate_up, gate_up_bias),
         down=Linear((down,), down_bias),
-        post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.has_post_norms(index) else None,
+        post_norm=post_norm_weights(config, weights, f"{layer}.mlp_post_norm")
+        if config.has_post_norms(index)
+        else None,
         residual_norm=norm_weights(config, weights, f"{layer}.mlp_residual_norm") if config.residual_norms else None,
         residual_scale=1.0 if config.per_layer_inputs is not None else layer_scale(config, weights, index),
+        xielu=_xielu(weights, f"{layer}.mlp.xielu") if config.activation == "xielu" else None,
     )
+
+
+def _xielu(weights: Weights, name: str) -> XieluForm:
+    """What is stored are the inverses of softplus of the factors; that of negative numbers is `beta` more."""
+    positive, negative = (np.logaddexp(0.0, float(weights.floats(f"{name}.alpha_{sign}", (1,))[0])) for sign in "pn")
+    linear, largest = (float(weights.floats(f"{name}.{part}", ())) for part in ("beta", "eps"))
+    return XieluForm(float(positive), float(linear + negative), linear, largest)
 
 
 def layer_scale(config: ModelConfig, weights: Weights, index: int) -> float:

@@ -1,5 +1,7 @@
 """Norms of hidden states."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from pipeline.runtime.model.model_config import ModelConfig
@@ -9,10 +11,20 @@ from pipeline.stages.execute.weights import Weights
 
 def norm_weights(config: ModelConfig, weights: Weights, name: str) -> Norm:
     """The norm of hidden states that Llama would call `name`."""
-    size = config.hidden_size
     if not config.norm_weights:
-        return Norm(np.ones(size, np.float32))
+        return plain_norm(config)
+    size = config.hidden_size
     weight = weights.vector(f"{name}.weight", size)
     if config.norm_offset:
         weight = weight + config.norm_offset
     return Norm(weight, weights.vector(f"{name}.bias", size) if config.norm_bias else None)
+
+
+def post_norm_weights(config: ModelConfig, weights: Weights, name: str) -> Norm:
+    """The same of a norm after attention or the feed-forward layer."""
+    return replace(norm_weights(config, weights, name), eps=config.post_norm_eps)
+
+
+def plain_norm(config: ModelConfig) -> Norm:
+    """A norm without weights."""
+    return Norm(np.ones(config.hidden_size, np.float32))

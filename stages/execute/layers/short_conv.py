@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.layers.norm import norm_weights, post_norm_weights
 from pipeline.stages.execute.program import Linear, ShortConvWeights
 from pipeline.stages.execute.weights import Weights
 
@@ -19,4 +19,5 @@ def short_conv_weights(config: ModelConfig, weights: Weights, index: int) -> Sho
         inputs=Linear((weights.matrix(f"{layer}.short_conv.in_proj.weight", 3 * hidden, hidden),)),
         conv=np.ascontiguousarray(taps[:, 0].T),
         out=Linear((weights.matrix(f"{layer}.short_conv.out_proj.weight", hidden, hidden),)),
+        post_norm=post_norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
     )

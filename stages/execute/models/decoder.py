@@ -22,7 +22,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
-from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.layers.norm import norm_weights, plain_norm
 from pipeline.stages.execute.layers.per_layer import per_layer_weights, token_inputs
 from pipeline.stages.execute.layers.recurrent import recurrent_weights
 from pipeline.stages.execute.program import AnyMatrix, Embedding, Head, ProgramBuilder
@@ -71,7 +71,10 @@ def _embedding(config: ModelConfig, weights: Weights, table: AnyMatrix) -> Embed
         positions: AnyMatrix | None = _positions_of_types(config, weights)
     else:
         positions = weights.matrix("model.embed_positions.weight", rows, config.hidden_size) if rows else None
-    norm = norm_weights(config, weights, "model.embed_norm") if config.embedding_norm else None
+    norm = None
+    if config.embedding_norm:
+        has_weights = config.embedding_norm_weights
+        norm = norm_weights(config, weights, "model.embed_norm") if has_weights else plain_norm(config)
     return Embedding(table, positions, norm)
 
 

@@ -38,6 +38,10 @@ class Feature(Enum):
     SIGMOID_ROUTER = "sigmoid scores of experts"
     SELECTION_BIAS = "a bias that chooses experts"
     EXPERT_GROUPS = "groups of experts"
+    EXPERT_FACTORS = "factors of experts"
+    ROUTER_SOFTCAP = "capped logits of experts"
+    ROUTER_NORM = "a norm of the router's input"
+    DENSE_BESIDE_EXPERTS = "a dense feed-forward layer beside experts"
     LOGIT_SCALE = "a factor of logits"
     LOGIT_SOFTCAP = "capped logits"
     HEAD_BIAS = "a bias of the LM head"
@@ -45,6 +49,9 @@ class Feature(Enum):
     DELTA_NET = "layers with a recurrent state"
     SHORT_CONV = "short convolutions"
     ATTENTION_GATE = "a gate of attention's result"
+    GATE_KIND = "a gate of attention's heads, or softplus of it"
+    XIELU = "the activation xIELU"
+    POST_NORM_EPS = "an epsilon of the norms after each half of a layer"
     OTHER_HEADS = "layers with other heads"
     VALUE_NORM = "a norm of values"
     SHARED_KV = "layers that read the keys and values of others"
@@ -83,6 +90,10 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.SELECTION_BIAS: config.experts is not None and config.experts.selection_bias,
         Feature.SIGMOID_ROUTER: config.experts is not None and config.experts.scoring == "sigmoid",
         Feature.EXPERT_GROUPS: config.experts is not None and config.experts.num_groups > 1,
+        Feature.EXPERT_FACTORS: config.experts is not None and config.experts.factors,
+        Feature.ROUTER_SOFTCAP: config.experts is not None and config.experts.softcap != 0,
+        Feature.ROUTER_NORM: config.experts is not None and config.experts.router_norm,
+        Feature.DENSE_BESIDE_EXPERTS: config.experts is not None and config.experts.beside_dense,
         Feature.LOGIT_SCALE: config.logit_scale != 1,
         Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
         Feature.HEAD_BIAS: config.head_bias,
@@ -90,6 +101,9 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.DELTA_NET: config.delta is not None,
         Feature.SHORT_CONV: config.short_conv is not None,
         Feature.ATTENTION_GATE: config.attention_gate,
+        Feature.GATE_KIND: config.gate_per_head or config.gate_function != "sigmoid",
+        Feature.XIELU: config.activation == "xielu",
+        Feature.POST_NORM_EPS: config.post_norm_eps is not None,
         Feature.OTHER_HEADS: len(config.all_heads) > 1,
         Feature.VALUE_NORM: config.value_norm,
         Feature.SHARED_KV: config.first_shared_kv_layer is not None,
@@ -107,6 +121,9 @@ TRITON: frozenset[Feature] = frozenset(Feature) - {
     Feature.DELTA_NET,
     Feature.SHORT_CONV,
     Feature.ATTENTION_GATE,
+    Feature.GATE_KIND,
+    Feature.XIELU,
+    Feature.POST_NORM_EPS,
     Feature.RESIDUAL_NORM,
     Feature.TOKEN_TYPES,
     Feature.DISTANCE_BIASES,
@@ -114,6 +131,10 @@ TRITON: frozenset[Feature] = frozenset(Feature) - {
     Feature.OTHER_HEADS,
     Feature.VALUE_NORM,
     Feature.SHARED_KV,
+    Feature.EXPERT_FACTORS,
+    Feature.ROUTER_SOFTCAP,
+    Feature.ROUTER_NORM,
+    Feature.DENSE_BESIDE_EXPERTS,
     Feature.INNER_SIZES,
     Feature.LAYER_SCALES,
     Feature.PER_LAYER_INPUTS,

@@ -1,4 +1,5 @@
-"""What is not supported yet for models with recurrent layers, and for those whose layers have different sizes."""
+"""What is not supported yet for models with recurrent layers, for those whose layers have different sizes, and for
+those with dense layers beside experts."""
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -15,10 +16,12 @@ def require_supported(settings: Settings, config: ModelConfig) -> None:
     if config.has_states:
         method = settings.speculative.method
         _refuse(config, "it has recurrent layers", {"speculative.method": (method, method != "none"), **adapters})
+    ranks = {key: getattr(execute, key) for key in ("tensor_parallel", "pipeline_parallel")}
+    problems = {**{f"execute.{key}": (num, num > 1) for key, num in ranks.items()}, **adapters}
     if config.differs_by_layer:
-        ranks = {key: getattr(execute, key) for key in ("tensor_parallel", "pipeline_parallel")}
-        problems = {f"execute.{key}": (num, num > 1) for key, num in ranks.items()}
-        _refuse(config, "its layers have different sizes", {**problems, **adapters})
+        _refuse(config, "its layers have different sizes", problems)
+    if config.experts is not None and config.experts.beside_dense:
+        _refuse(config, "its layers have a dense feed-forward layer beside experts", problems)
 
 
 def _refuse(config: ModelConfig, why: str, problems: dict[str, tuple[object, bool]]) -> None:

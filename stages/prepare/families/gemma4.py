@@ -7,6 +7,7 @@ from pipeline.runtime.model.architecture_names import Architecture
 from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.special_layers import OtherHeads, PerLayerInputs
 from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, renamed
+from pipeline.stages.prepare.families.experts import experts_of
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 
@@ -69,7 +70,6 @@ def _overrides(by_layer: Mapping[str, Any], layers: list[int], model: ModelConfi
 
 def _fields(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     keys.refuse_unless("use_bidirectional_attention", "vision", what="bidirectional attention")
-    keys.refuse_unless("enable_moe_block", False, what="a mixture of experts beside a dense layer")
     num_shared = keys.count("num_kv_shared_layers", 0, least=0)
     first = model.num_layers - num_shared
     kinds = [model.window_of(i) is None for i in range(model.num_layers)]
@@ -93,7 +93,12 @@ def _fields(keys: Keys, model: ModelConfig) -> dict[str, Any]:
         "first_shared_kv_layer": first if num_shared else None,
         "intermediate_sizes": [inner] * first + [2 * inner] * num_shared if is_wide else None,
         "per_layer_inputs": inputs,
+        **(_experts(keys) if keys.flag("enable_moe_block") else {}),
     }
+
+
+def _experts(keys: Keys) -> dict[str, Any]:
+    return experts_of(keys, "moe_intermediate_size", normalized=True, beside_dense=True, router_norm=True, factors=True)
 
 
 def _layout(model: ModelConfig) -> Layout:
@@ -101,6 +106,22 @@ def _layout(model: ModelConfig) -> Layout:
         "model.per_layer_embeddings": Piece("model.embed_tokens_per_layer"),
         "model.per_layer_projection": Piece("model.per_layer_model_projection"),
         "model.per_layer_norm": Piece("model.per_layer_projection_norm"),
+    }
+    experts = model.experts
+    inner = 0 if experts is None else experts.intermediate_size
+    beside_dense = renamed(
+        mlp__router="router.proj",
+        mlp__experts_norm="pre_feedforward_layernorm_2",
+        mlp__experts_post_norm="post_feedforward_layernorm_2",
+        mlp__dense_post_norm="post_feedforward_layernorm_1",
+    ) | {
+        "mlp.router_norm": Piece("router.scale", bare=True),
+        "mlp.expert_factors": Piece("router.per_expert_scale", bare=True),
+    }
+    stacked = {
+        "gate_proj": Piece("experts.gate_up_proj", end=inner, bare=True),
+        "up_proj": Piece("experts.gate_up_proj", begin=inner, bare=True),
+        "down_proj": Piece("experts.down_proj", bare=True),
     }
     return Layout(
         pieces=renamed(
@@ -113,6 +134,8 @@ def _layout(model: ModelConfig) -> Layout:
         )
         | {"layer_scale": Piece("layer_scalar", bare=True)}
         | (outside if model.per_layer_inputs is not None else {})
+        | ({} if experts is None else beside_dense),
+        experts={} if experts is None else stacked,
     )
 
 
@@ -121,7 +144,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         class_name="Gemma4ForCausalLM",
         other_class_names=("Gemma4TextModel",),
         models="Gemma 4",
-        keys={"hidden_act": "hidden_activation"},
+        keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
         defaults={
             "head_dim": 256,
             "hidden_act": "gelu_pytorch_tanh",

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.runtime.model.architecture_names import Architecture
-from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, windows_by_pattern
+from pipeline.runtime.model.model_config import Layout, ModelConfig
+from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, renamed, windows_by_pattern
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.families.ropes import original_context, rope_of
 from pipeline.stages.prepare.files import shown
@@ -99,6 +99,30 @@ def _ministral3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     return {"query_growth": as_float(beta), "query_growth_period": original_context(rope, key, keys)}
 
 
+def _without_activation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Apertus' config.json without its activation, which has parameters and is none of those of other models."""
+    Keys(config, {}, {}).refuse_unless("hidden_act", "xielu", what="an Apertus with another activation")
+    return {key: value for key, value in config.items() if key != "hidden_act"}
+
+
+def _apertus_layout(model: ModelConfig) -> Layout:
+    return Layout(
+        pieces=renamed(
+            input_layernorm="attention_layernorm",
+            post_attention_layernorm="feedforward_layernorm",
+            mlp__xielu="mlp.act_fn",
+        )
+    )
+
+
+APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -203,5 +227,18 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         models="AFM (Arcee)",
         defaults={"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         always={"gated": False},
+    ),
+    "apertus": HfArchitecture(
+        class_name="ApertusForCausalLM",
+        models="Apertus",
+        defaults={
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12000000.0,
+            "rope_parameters": APERTUS_ROPE,
+        },
+        always={"activation": "xielu", "gated": False, "mlp_bias": False, "qk_norm": True},
+        adapt=_without_activation,
+        layout=_apertus_layout,
     ),
 }

@@ -9,8 +9,8 @@ import numpy as np
 
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.rope import ProportionalRope, Rope
-from pipeline.runtime.model.special_layers import OtherHeads, PerLayerInputs
-from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
+from pipeline.runtime.model.special_layers import Experts, OtherHeads, PerLayerInputs
+from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys, experts_of
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.ropes import LINEAR, LONGROPE, YARN, read_scaling
 from pipeline.stages.prepare.sources.source import ModelError
@@ -62,7 +62,17 @@ def _read(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
         "logit_softcap": keys.number("final_logit_softcapping"),
         "layer_scales": "blk.0.layer_output_scale.weight" in keys.tensors,
         "per_layer_inputs": PerLayerInputs(size=size, vocab_size=table.shape[0]) if size and table else None,
+        "experts": _experts(keys, model),
     }
+
+
+def _experts(keys: GgufKeys, model: ModelConfig) -> Experts | None:
+    experts = experts_of(keys, model, normalized=True)
+    if experts is None:
+        return None
+    first = 0 if experts.layers is None else experts.layers[0]
+    factors = f"blk.{first}.{WHOLE_NAMES['mlp.expert_factors.weight']}" in keys.tensors
+    return msgspec.structs.replace(experts, beside_dense=True, router_norm=True, factors=factors)
 
 
 def _of_each_layer(keys: GgufKeys, key: str) -> list[int]:
@@ -117,6 +127,13 @@ LAYER_NAMES = {
     "inp_gate": "per_layer.gate_proj",
     "proj": "per_layer.out_proj",
     "post_norm": "per_layer.post_norm",
+    "pre_ffw_norm_2": "mlp.experts_norm",
+    "post_ffw_norm_2": "mlp.experts_post_norm",
+    "post_ffw_norm_1": "mlp.dense_post_norm",
+}
+WHOLE_NAMES = {
+    "mlp.router_norm.weight": "ffn_gate_inp.scale",
+    "mlp.expert_factors.weight": "ffn_down_exps.scale",
 }
 NAMES = {
     "per_layer_token_embd": "model.per_layer_embeddings",
@@ -138,5 +155,6 @@ ARCHITECTURES = {
         reads_windows=True,
         reads_scaling=True,
         reads_sizes=True,
+        reads_experts=True,
     ),
 }

@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime.model import generation_config
-from pipeline.runtime.model.model_config import Layout, ModelConfig
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.model_folder import CONVERTED, NOTES
 from pipeline.runtime.model.rope import LongRope
 from pipeline.stages.prepare.architectures import architecture_of
@@ -38,7 +38,7 @@ from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
 from pipeline.stages.prepare.gguf.parts import Parts, read_parts
 from pipeline.stages.prepare.gguf.recurrent import delta_net
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES, read_scaling, with_rope_scaling
-from pipeline.stages.prepare.gguf.tensor_names import FIRST_EXPERT, STACKED, STACKED_EXPERTS, differing_names, gguf_name
+from pipeline.stages.prepare.gguf.tensor_names import FIRST_EXPERT, STACKED, differing_names, gguf_name, stacked_experts
 from pipeline.stages.prepare.gguf.tokenizers import tokenizer
 from pipeline.stages.prepare.gguf.tokenizers.vocabulary import adds_bos, read_vocabulary
 from pipeline.stages.prepare.gguf.unused_keys import refuse_changes, unused
@@ -263,8 +263,9 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         pieces = delta_net.pieces_of(config)
     if config.gated and "blk.0.ffn_gate.weight" not in tensors:
         pieces |= gate_up_slices(config, STACKED)
-    has_one_each = config.experts is None or any(FIRST_EXPERT.fullmatch(tensor) for tensor in tensors)
-    experts = {} if has_one_each else STACKED_EXPERTS
+    experts: dict[str, Piece] = {}
+    if config.experts is not None and not any(FIRST_EXPERT.fullmatch(tensor) for tensor in tensors):
+        experts = stacked_experts(tensors, config.experts.intermediate_size)
     layout, modules = Layout(pieces=pieces, experts=experts), architecture_of(config.architecture).layout(config)
     return msgspec.structs.replace(config, layout=layout, modules=None if modules == layout else modules)
 

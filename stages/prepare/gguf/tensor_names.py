@@ -1,7 +1,7 @@
 """The names of tensors in .gguf files, and in models."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pipeline.runtime.model.model_config import ModelConfig, Piece
 from pipeline.stages.prepare.gguf import gemma4
@@ -38,6 +38,7 @@ LAYER_NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -50,14 +51,26 @@ WHOLE_NAMES = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.selection.bias": "exp_probs_b.bias",
     **delta_net.WHOLE_NAMES,
+    **gemma4.WHOLE_NAMES,
 }
 STACKED = "mlp.gate_up_proj"
 """Gate and up, where `ffn_up` holds both."""
 STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")}
 """Files have the matrices of all experts in one tensor, but those of Mixtral from before April 2024."""
+STACKED_GATE_UP = "ffn_gate_up_exps.weight"
+"""In some files, a tensor has gate and up of all experts."""
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 FIRST_EXPERT = re.compile(r"blk\.\d+\.ffn_gate\.0\.weight")
 """Of a file with a tensor for each expert."""
+
+
+def stacked_experts(tensors: Iterable[str], inner: int) -> dict[str, Piece]:
+    """The matrices of a file's experts, whose intermediate size is `inner`."""
+    if not any(name.endswith(f".{STACKED_GATE_UP}") for name in tensors):
+        return STACKED_EXPERTS
+    tensor = "mlp.experts.gate_up_proj"
+    gate_up = {"gate_proj": Piece(tensor, end=inner), "up_proj": Piece(tensor, begin=inner, end=2 * inner)}
+    return STACKED_EXPERTS | gate_up
 
 
 def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:

@@ -8,7 +8,8 @@ from pipeline.runtime.model.model_config import Layout
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.weights.tensors import STORED, Found, Shape, expected_shapes, layer_shapes, norm_shapes
+from pipeline.stages.prepare.weights.feed_forward_shapes import norm_shapes
+from pipeline.stages.prepare.weights.tensors import STORED, Found, Shape, expected_shapes, layer_shapes
 
 PREFIXES = ("model.", "")
 """What may be before the names of the tensors, by the version of transformers that wrote them."""

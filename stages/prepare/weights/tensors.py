@@ -17,10 +17,17 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.runtime.model.model_config import EXPERTS, ModelConfig, Piece
+from pipeline.runtime.model.model_config import ModelConfig, Piece
 from pipeline.runtime.model.weight_headers import TensorEntry
 from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, without_duplicates, wrong_file
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.weights.feed_forward_shapes import (
+    expert_linears,
+    expert_vectors,
+    mlp_linears,
+    mlp_vectors,
+    norm_shapes,
+)
 from pipeline.stages.prepare.weights.recurrent_shapes import Linears, recurrent_shapes
 from pipeline.stages.prepare.weights.recurrent_shapes import Shape as Shape
 
@@ -158,7 +165,7 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["model.embed_positions.weight"] = (config.position_embeddings, hidden)
     if config.token_types:
         shapes["model.embed_token_types.weight"] = (config.token_types, hidden)
-    if config.embedding_norm:
+    if config.embedding_norm and config.embedding_norm_weights:
         shapes |= norm_shapes(config, "model.embed_norm")
     if config.distance_buckets:
         shapes["model.distance_bias.weight"] = (config.distance_buckets, config.num_heads)
@@ -177,18 +184,17 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def norm_shapes(config: ModelConfig, name: str) -> dict[str, Shape]:
-    """The tensors of a norm of hidden states."""
-    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
-    return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds} if config.norm_weights else {}
-
-
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """The tensors of one layer."""
     before = f"model.layers.{layer}."
     linears, vectors = recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config, layer)
     shapes: dict[str, Shape] = {f"{before}{name}": shape for name, shape in vectors.items()}
-    linears |= _expert_linears(config) if config.has_experts(layer) else _mlp_linears(config, layer)
+    if config.has_experts(layer):
+        linears |= expert_linears(config)
+        shapes |= expert_vectors(config, before)
+    if config.has_dense(layer):
+        linears |= mlp_linears(config, layer)
+        shapes |= mlp_vectors(config, before)
     norms = ["self_attn_residual_norm", "mlp_residual_norm"] if config.residual_norms else []
     if config.has_pre_norms(layer):
         norms += [] if config.skips_first_norm and layer == 0 else ["input_layernorm"]
@@ -203,8 +209,6 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes |= norm_shapes(config, f"{before}per_layer.post_norm")
     if config.layer_scales:
         shapes[f"{before}layer_scale.weight"] = (1,)
-    if config.experts is not None and config.experts.selection_bias and config.has_experts(layer):
-        shapes[f"{before}mlp.selection.bias"] = (config.experts.num,)
     for name, (rows, columns, has_bias) in linears.items():
         shapes[f"{before}{name}.weight"] = (rows, columns)
         if has_bias:
@@ -227,9 +231,10 @@ def _attention_shapes(config: ModelConfig, layer: int) -> tuple[Linears, dict[st
     for name in unused if has_keys else ["k_proj", "v_proj"]:
         del linears[f"self_attn.{name}"]
     if config.attention_gate:
-        linears["self_attn.gate_proj"] = (q_size, hidden, config.qkv_bias)
+        num = heads.num if config.gate_per_head else q_size
+        linears["self_attn.gate_proj"] = (num, hidden, config.qkv_bias and not config.gate_per_head)
     vectors: dict[str, Shape] = {}
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_weights:
         whole = config.qk_norm_kind != "head"
         vectors["self_attn.q_norm.weight"] = (q_size if whole else heads.dim,)
         if has_keys:
@@ -237,31 +242,6 @@ def _attention_shapes(config: ModelConfig, layer: int) -> tuple[Linears, dict[st
     if config.sinks:
         vectors["self_attn.sinks"] = (config.num_heads,)
     return linears, vectors
-
-
-def _mlp_linears(config: ModelConfig, layer: int) -> Linears:
-    return _gated_linears(config, "mlp.", config.inner_of(layer), config.mlp_bias, config.down_bias)
-
-
-def _gated_linears(
-    config: ModelConfig, prefix: str, inner: int, has_bias: bool, down_bias: bool | None = None
-) -> Linears:
-    inputs = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
-    linears: Linears = {f"{prefix}{name}": (inner, config.hidden_size, has_bias) for name in inputs}
-    return {**linears, f"{prefix}down_proj": (config.hidden_size, inner, has_bias if down_bias is None else down_bias)}
-
-
-def _expert_linears(config: ModelConfig) -> Linears:
-    experts, hidden = config.experts, config.hidden_size
-    assert experts is not None
-    linears: Linears = {"mlp.router": (experts.num, hidden, experts.router_bias)}
-    for number in range(experts.num):
-        linears |= _gated_linears(config, f"{EXPERTS}{number}.", experts.intermediate_size, experts.bias)
-    if inner := experts.shared_intermediate_size:
-        linears |= _gated_linears(config, "mlp.shared_expert.", inner, False)
-    if experts.shared_gate:
-        linears["mlp.shared_expert_gate"] = (1, hidden, False)
-    return linears
 
 
 def expected_shapes(config: ModelConfig, of_model: dict[str, Shape] | None = None) -> dict[str, Shape]:

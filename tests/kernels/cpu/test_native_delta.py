@@ -158,16 +158,22 @@ def test_instruction_sets_compute_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("to", [ActivationForm.PLAIN, ActivationForm.BYTES, ActivationForm.WORDS, ActivationForm.SPLIT])
-def test_rows_are_gated_in_the_form_of_the_matmul_behind(library: ctypes.CDLL, to: ActivationForm) -> None:
-    values, gates = random(1, 5, 256, scale=2), random(2, 5, 256, scale=4)
+@pytest.mark.parametrize("gate", [(1, False), (16, False), (4, True), (1, True)], ids=str)
+def test_rows_are_gated_in_the_form_of_the_matmul_behind(
+    library: ctypes.CDLL, to: ActivationForm, gate: tuple[int, bool]
+) -> None:
+    """A gate is for one column or for several, and its sigmoid or softplus."""
+    columns, softplus = gate
+    values, gates = random(1, 5, 256, scale=2), random(2, 5, 256 // columns, scale=4)
     gates[0, :3] = -100, 100, 0
-    expected = values.astype(np.float64) / (1 + np.exp(-gates.astype(np.float64)))
+    wide = gates.repeat(columns, axis=1).astype(np.float64)
+    expected = values.astype(np.float64) * (np.log1p(np.exp(wide)) if softplus else 1 / (1 + np.exp(-wide)))
     with recording(library, threads=2) as r:
         rows, source, factors = r.rows(5, 256), r.floats(values), r.floats(gates)
-        library.program_gate(r.program, rows, to, source.ctypes.data, factors.ctypes.data, 256, 0, 256)
+        library.program_gate(r.program, rows, to, source.ctypes.data, factors.ctypes.data, 256, 0, 256, *gate)
         r.tokens(5)
         assert r.run() == 0
-        error = 1e-6 * np.abs(values)
+        error = 1e-6 * np.maximum(np.abs(values), np.abs(expected))
         if to is ActivationForm.PLAIN:
             assert_kept(r, r.read_plain(rows, 5, 256), expected, error)
         else:

@@ -21,6 +21,9 @@ FORMS = [
     RouteOptions(NUM, "sigmoid", True, 2.5, num_groups=3, groups_per_token=1),
     RouteOptions(NUM, "softmax", False, num_groups=7, groups_per_token=3),
     RouteOptions(NUM, "softmax", True, num_groups=3, groups_per_token=2, best_of_group=1),
+    RouteOptions(NUM, "softmax", True, factors=torch.linspace(0.5, 2, NUM)),
+    RouteOptions(NUM, "sigmoid", True, softcap=1.5),
+    RouteOptions(NUM, "softmax", False, softcap=1.5),
 ]
 
 
@@ -56,8 +59,9 @@ def test_rows_are_routed_gathered_and_combined(
         gathered[0].bytes = WIDTH * 4
         bias_at = None if bias is None else r.floats(bias).ctypes.data
         groups = form.num_groups, form.groups_per_token, form.best_of_group
+        factors = None if form.factors is None else r.floats(form.factors.numpy()).ctypes.data
         route_form = native.NativeRouteOptions(
-            native.SCORINGS[form.scoring], form.normalized, form.scale, bias_at, *groups
+            native.SCORINGS[form.scoring], form.normalized, form.scale, bias_at, *groups, factors, form.softcap
         )
         stored = r.floats(logits)
         routing = library.program_route(

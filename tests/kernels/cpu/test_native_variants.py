@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.activations import activation_reference
+from pipeline.kernels.activations import activation_reference, xielu_reference
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.matrix import quantize
@@ -18,7 +18,7 @@ GATES = [-3e38, -1e4, -200.0, -88.0, -20.0, -5.5, -2.0, -0.5, -1e-3, 0.0, 1e-3, 
 
 
 # "swiglu_oai" is only for experts: test_native_experts.py
-@pytest.mark.parametrize("kind", [kind for kind in native.ACTIVATIONS if kind != "swiglu_oai"])
+@pytest.mark.parametrize("kind", [kind for kind in native.ACTIVATIONS if kind not in ("swiglu_oai", "xielu")])
 @pytest.mark.parametrize("gated", [True, False])
 def test_activations_of_any_size(library: ctypes.CDLL, kind: str, gated: bool) -> None:
     """Sixteen outputs whose values are biases."""
@@ -33,7 +33,8 @@ def test_activations_of_any_size(library: ctypes.CDLL, kind: str, gated: bool) -
             library.program_swiglu(r.program, out, True, r.products((weights, rows)), 1, number)
         else:
             weights = r.pack(quantize(torch.zeros(16, 32), "bf16"), bias=np.array(GATES))
-            library.program_activate(r.program, out, True, r.products((weights, rows)), 1, number, 16)
+            no_xielu = native.NativeXieluForm()
+            library.program_activate(r.program, out, True, r.products((weights, rows)), 1, number, 16, no_xielu)
         r.tokens(1)
         assert r.run() == 0
         found = read_floats(out, 1, 16)[0].astype(np.float64)
@@ -43,6 +44,23 @@ def test_activations_of_any_size(library: ctypes.CDLL, kind: str, gated: bool) -
     fits = np.abs(expected) < 3e38
     np.testing.assert_allclose(found[fits], expected[fits], rtol=2e-6, atol=5e-7)
     assert not np.isnan(found).any()
+
+
+def test_xielu(library: ctypes.CDLL) -> None:
+    """Its factors are of the layer."""
+    form = 0.8, 0.7, 0.5, -1e-6
+    gates = np.array([*GATES[1:], -1e-7], np.float32)
+    with recording(library) as r:
+        rows, out = r.rows(1, 32), r.wide_rows(1, 64)
+        r.put(rows, random(2, 1, 32), ActivationForm.PLAIN)
+        weights = r.pack(quantize(torch.zeros(16, 32), "bf16"), bias=gates)
+        products = r.products((weights, rows))
+        number = native.ACTIVATIONS["xielu"]
+        library.program_activate(r.program, out, True, products, 1, number, 16, native.NativeXieluForm(*form))
+        r.tokens(1)
+        assert r.run() == 0
+        found = read_floats(out, 1, 16)[0].astype(np.float64)
+    np.testing.assert_allclose(found, xielu_reference(torch.from_numpy(gates), *form).numpy(), rtol=2e-6, atol=5e-7)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "none"])

@@ -53,6 +53,12 @@ class Variant:
 
 
 LFM2 = {"conv_L_cache": 3, "block_multiple_of": 32, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+LFM3 = {
+    "conv_L_cache": 7,
+    "head_dim": 16,
+    "sliding_window": 21,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+}
 VARIANTS = {
     "qwen3_5": Variant("qwen3_5_text", "Qwen3_5ForCausalLM", {"head_dim": 32, "rope_parameters": ROPE}),
     "qwen3_5, heads of 256": Variant(
@@ -89,6 +95,10 @@ VARIANTS = {
         "lfm2",
         "Lfm2ForCausalLM",
         {**LFM2, "conv_L_cache": 7, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    "lfm3": Variant("lfm3", "Lfm3ForCausalLM", LFM3),
+    "lfm3, without gates": Variant(
+        "lfm3", "Lfm3ForCausalLM", {**LFM3, "use_attention_gate": False, "use_sandwich_norm": False}
     ),
     "lfm2_moe": Variant(
         "lfm2_moe",

@@ -85,6 +85,21 @@ VARIANTS: dict[str, Variant] = {
         },
         GEMMA4,
     ),
+    "gemma4, experts": Variant(
+        "gemma4_text",
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+        GEMMA4,
+    ),
     "gemma4, heads of 512": Variant(
         "gemma4_text",
         {
@@ -108,6 +123,7 @@ VARIANTS: dict[str, Variant] = {
         },
         GEMMA,
     ),
+    "apertus": Variant("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
     "phi": Variant("phi"),
     "phi3": Variant("phi3", {"sliding_window": 21}),
     "phi3, short longrope": Variant(
@@ -223,7 +239,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 EQUAL_LAYERS = {name: variant for name, variant in VARIANTS.items() if variant.kind != "gemma4_text"}
-"""Those that several ranks and GPUs compute, too."""
+"""Those that several ranks compute, too."""
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -235,9 +251,8 @@ def without_choice(variant: Variant) -> Variant:
     if not num:
         return variant
     groups = {"topk_group": changes["n_group"]} if "n_group" in changes else {}
-    return replace(
-        variant, changes={**changes, "moe_k" if "moe_k" in changes else "num_experts_per_tok": num, **groups}
-    )
+    key = next((name for name in ("moe_k", "top_k_experts") if name in changes), "num_experts_per_tok")
+    return replace(variant, changes={**changes, key: num, **groups})
 
 
 def make(variant: Variant, seed: int = 0) -> Any:

@@ -56,7 +56,7 @@ class NativeAttention:
         max_num_tokens = inputs.max_num_tokens
         self._queries = memory.rows(max_num_tokens, len(share.heads) * max(heads.dim for heads in config.all_heads))
         self._attended = gathered.rows(max_num_tokens, config.query_size)
-        gates = len(share.heads) * config.head_dim
+        gates = len(share.heads) * (1 if config.gate_per_head else config.head_dim)
         self._gates = memory.floats(max_num_tokens, gates) if config.attention_gate else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
@@ -91,7 +91,7 @@ class NativeAttention:
         inputs_at: "Callable[[ActivationForm], native.NativeRows] | None" = None,
     ) -> None:
         """Record a layer after its norm, whose results are at `slot`, or of other inputs."""
-        library, share, heads = self._library, self._share, weights.heads
+        library, share, heads, config = self._library, self._share, weights.heads, self._config
         index = self._layers.begin()
         group, _ = self._layout.layer_locations[index]
         memory = self._layer_kv(weights, index) if weights.source is None else self._kv[weights.source]
@@ -105,10 +105,11 @@ class NativeAttention:
         matrix = weights.out.matrices[0]
         rows, floats = self._layers.written(self._attended, width, matrix, share.heads.start * dim)
         if weights.gate is not None:
-            order = rows_of(range(share.heads.start * dim, share.heads.stop * dim))
+            each = 1 if config.gate_per_head else dim
+            order = rows_of(range(share.heads.start * each, share.heads.stop * each))
             products = self._memory.products(weights.gate, order, partial(self._norms.rows, slot=slot))
             library.program_products(self._program, self._gates, products, len(products), len(order))
-            rows, floats = native.NativeRows(self._layers.wide + 4 * int(order[0]), width * 4), True
+            rows, floats = native.NativeRows(self._layers.wide + 4 * share.heads.start * dim, width * 4), True
         plan = self._plan(weights, group)
         form = ctypes.byref(self._form_of(weights))
         library.program_attention(self._program, rows, floats, self._queries, kv, plan, form)
@@ -121,9 +122,10 @@ class NativeAttention:
     def _gate(self, out: AnyMatrix, width: int) -> None:
         """Record the gate of attention's result, before the matmul with `out`."""
         form: ActivationForm = self._memory.form(out)
-        heads, size = self._share.heads, self._config.head_dim
+        heads, size, config = self._share.heads, self._config.head_dim, self._config
         part = len(heads) * size, heads.start * size, width
-        self._library.program_gate(self._program, self._attended, form, self._layers.wide, self._gates, *part)
+        how = size if config.gate_per_head else 1, config.gate_function == "softplus"
+        self._library.program_gate(self._program, self._attended, form, self._layers.wide, self._gates, *part, *how)
 
     def calibrate(self, run: Callable[[], object]) -> None:
         """Measure the keys of all layers whose keys are rounded, with `run`, which computes the step in the inputs."""

@@ -7,7 +7,6 @@ and one entry in the file of panels hold them.
 """
 
 import ctypes
-from collections.abc import Callable
 
 import numpy as np
 
@@ -16,11 +15,15 @@ from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.special_layers import Experts
+from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, have_one_format, swiglu_order
+from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.program import ExpertsWeights, Linear
 from pipeline.stages.execute.ranks.share import Share
 
+ROUTER_SLOT = 1
+"""Of the rows that the router reads, if it has a norm of its own."""
 SPARE_ROWS = 16
 """Tiles read sixteen rows at a time, from any row on."""
 
@@ -28,7 +31,8 @@ SPARE_ROWS = 16
 def inputs_of(weights: ExpertsWeights) -> Linear:
     """The matrices that read the norm's results."""
     shared = () if weights.shared is None else weights.shared[0].matrices
-    return Linear((*weights.router.matrices, *weights.gate_up.matrices[:2], *shared))
+    router = () if weights.router_norm is not None else weights.router.matrices
+    return Linear((*router, *weights.gate_up.matrices[:2], *shared))
 
 
 class NativeExperts:
@@ -40,16 +44,16 @@ class NativeExperts:
         memory: NativeMemory,
         config: ModelConfig,
         max_num_tokens: int,
-        normed_rows: Callable[[ActivationForm], native.NativeRows],
+        norms: NativeNorms,
         gathered: RankMemory,
         share: Share,
     ) -> None:
-        """`normed_rows` are the results of the norm before a layer, in a form. Ranks choose the same experts, each for
+        """Ranks choose the same experts, each for
         itself, and compute their share of each; what is between the matmuls of an expert is `gathered`."""
         experts = config.experts
         assert experts is not None
         self._library, self._memory, self._config, self._experts = library, memory, config, experts
-        self._max_num_tokens, self._normed_rows = max_num_tokens, normed_rows
+        self._max_num_tokens, self._norms = max_num_tokens, norms
         self._gather, self._share = gathered, share
         self._num_rows = max_num_tokens * experts.num_per_token + SPARE_ROWS
         inner, self._shared_inner = experts.intermediate_size, experts.shared_intermediate_size
@@ -62,15 +66,34 @@ class NativeExperts:
             self._shared_rows = gathered.rows(max_num_tokens, self._shared_inner)
             self._shared_wide = gathered.floats(max_num_tokens, _padded(self._shared_inner))
             self._shared_out = memory.floats(max_num_tokens, len(share.hidden))
+        self._branch = memory.floats(max_num_tokens, config.hidden_size) if experts.beside_dense else 0
+        """The address of the results of experts beside a dense layer."""
+
+    def emit_layer(self, program: int, weights: ExpertsWeights, residual: int, layers: NativeLayers) -> None:
+        """Record a layer after its norm, and how its results reach the residual. If there is a dense layer, its normed
+        results are in `layers.branch`."""
+        if weights.post_norm is None:
+            self.emit(program, weights, residual, layers.last, adds=True)
+        elif weights.sum_norm is None:
+            self.emit(program, weights, layers.branch, layers.last, adds=False)
+            layers.add_branch(weights.post_norm, "experts")
+        else:
+            self.emit(program, weights, self._branch, layers.last, adds=False)
+            layers.norm_branch(weights.post_norm, self._branch)
+            layers.add_branch(weights.sum_norm, "experts", weights.residual_scale)
 
     def emit(self, program: int, weights: ExpertsWeights, to: int, layer: int, *, adds: bool) -> None:
         """Record a layer after its norm: to = its results, or to += them times the config's factor. `to` is the address
         of float32 [tokens, hidden_size]."""
         library, config, experts, memory = self._library, self._config, self._experts, self._memory
         num_logits = experts.num + experts.shared_gate
+        slot = 0
+        if weights.router_norm is not None:
+            slot = ROUTER_SLOT
+            self._norms.emit_before(program, weights.router_norm, weights.router, slot)
         router = memory.pack(weights.router.matrices, bias=weights.router.bias)
         form = memory.form(weights.router.matrices[0])
-        library.program_linear(program, self._logits, self._normed_rows(form), router, num_logits)
+        library.program_linear(program, self._logits, self._norms.rows(form, slot), router, num_logits)
         routing = self._route(program, weights, num_logits)
         self._gate_up(program, weights.gate_up, memory.form(weights.down.matrices[0]), routing)
         if weights.shared is not None:
@@ -96,12 +119,14 @@ class NativeExperts:
         forms = dict.fromkeys(self._memory.form(matrix) for matrix in weights.gate_up.matrices[:2])
         gathered = (native.NativeGatheredRows * len(forms))()
         for rows, form in zip(gathered, forms, strict=True):
-            rows.source, rows.target = self._normed_rows(form), self._gathered_rows(form)
+            rows.source, rows.target = self._norms.rows(form), self._gathered_rows(form)
             rows.bytes = self._library.activation_bytes(form, hidden)
-        bias = None if weights.selection_bias is None else self._memory.vector(weights.selection_bias)
+        bias, factors = (
+            None if one is None else self._memory.vector(one) for one in (weights.selection_bias, weights.factors)
+        )
         route_form = native.NativeRouteOptions(
             *(native.SCORINGS[experts.scoring], experts.normalized, experts.scale, bias),
-            *(experts.num_groups, experts.groups_per_token, experts.best_of_group),
+            *(experts.num_groups, experts.groups_per_token, experts.best_of_group, factors, experts.softcap),
         )
         sizes = experts.num, experts.num_per_token, self._max_num_tokens
         return int(
@@ -157,11 +182,13 @@ class NativeExperts:
         order = np.concatenate([outputs, inner + outputs]) if config.gated else outputs
         if config.gated and have_one_format(gate_up.matrices):
             order = swiglu_order(inner, part)
-        products = memory.products(gate_up, order, self._normed_rows)
+        products = memory.products(gate_up, order, self._norms.rows)
         if config.gated:
             library.program_swiglu(program, rows, floats, products, len(products), activation)
         else:
-            library.program_activate(program, rows, floats, products, len(products), activation, len(part))
+            library.program_activate(
+                program, rows, floats, products, len(products), activation, len(part), native.NativeXieluForm()
+            )
 
     def _shared_down(self, program: int, down: Linear) -> None:
         """Record its second half."""

@@ -95,9 +95,11 @@ class NativeLayers:
         *,
         is_written: bool = False,
         scale: float = 1.0,
+        stays: bool = False,
     ) -> None:
-        """residual = (residual + post_norm(rows x matrix) * residual_multiplier) * scale. The rows come from what
-        `written` returned, or are in the form of the matrix already."""
+        """residual = (residual + post_norm(rows x matrix) * residual_multiplier) * scale, or, if it `stays`, branch =
+        post_norm(rows x matrix). The rows come from what `written` returned, or are in the form of the matrix
+        already."""
         (matrix,) = linear.matrices
         library, hidden, factor = self._library, self._config.hidden_size, self._config.residual_multiplier
         form = self._memory.form(matrix)
@@ -116,7 +118,10 @@ class NativeLayers:
             return
         library.program_linear(self._program, self.branch + 4 * part.start, rows, packed, len(part))
         self.barrier(what)
-        self.add_branch(post_norm, f"{what} norm", scale)
+        if stays:
+            self.norm_branch(post_norm)
+        else:
+            self.add_branch(post_norm, f"{what} norm", scale)
 
     def norm_residual(self, norm: Norm | None, what: str) -> None:
         """residual = norm(residual)"""
@@ -126,6 +131,13 @@ class NativeLayers:
                 self._program, self._residual, None, native_norm, self._config.hidden_size, 1.0, 1.0
             )
             self.barrier(what)
+
+    def norm_branch(self, norm: Norm, other: int | None = None) -> None:
+        """branch = norm(branch), or branch += norm(other), float32 [tokens, hidden_size] at that address."""
+        native_norm = self._norms.native_norm(norm)
+        self._library.program_add_norm(
+            self._program, self.branch, other, native_norm, self._config.hidden_size, 1.0, 1.0
+        )
 
     def add_branch(self, post_norm: Norm, what: str, scale: float = 1.0) -> None:
         """residual = (residual + post_norm(branch) * residual_multiplier) * scale"""

@@ -44,11 +44,10 @@ class NativeNorms:
         self, program: int, form: ActivationForm, norm: Norm | None, *, slot: int = 0, sampled: bool = False
     ) -> None:
         """Record a norm in one form, of all tokens or of those that are sampled."""
-        size, eps = self._config.hidden_size, self._config.rms_norm_eps
-        rows = self.rows(form, slot)
+        size, rows = self._config.hidden_size, self.rows(form, slot)
         if norm is not None and self._config.norm == "rms":
             weight = self._memory.vector(norm.weight)
-            self._library.program_norm(program, rows, form, self._residual, weight, size, eps, sampled)
+            self._library.program_norm(program, rows, form, self._residual, weight, size, self._eps(norm), sampled)
         else:
             self._library.program_any_norm(program, rows, form, self._residual, self.native_norm(norm), size, sampled)
 
@@ -58,4 +57,7 @@ class NativeNorms:
             return ctypes.byref(native.NativeNorm(native.NORM_KINDS["none"], None, None, 0.0))
         bias = None if norm.bias is None else self._memory.vector(norm.bias)
         kind = native.NORM_KINDS[self._config.norm]
-        return ctypes.byref(native.NativeNorm(kind, self._memory.vector(norm.weight), bias, self._config.rms_norm_eps))
+        return ctypes.byref(native.NativeNorm(kind, self._memory.vector(norm.weight), bias, self._eps(norm)))
+
+    def _eps(self, norm: Norm) -> float:
+        return self._config.rms_norm_eps if norm.eps is None else norm.eps

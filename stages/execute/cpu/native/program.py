@@ -104,7 +104,7 @@ class NativeProgram(Program):
         )
         self._experts = None
         if config.experts is not None:
-            self._experts = NativeExperts(library, memory, config, max_num_tokens, norms.rows, gathered, share)
+            self._experts = NativeExperts(library, memory, config, max_num_tokens, norms, gathered, share)
         self._recurrent = None
         if config.has_states:
             self._slots = slots = NativeSlots(memory, config, plan.kv)
@@ -180,13 +180,11 @@ class NativeProgram(Program):
 
     def experts(self, weights: ExpertsWeights) -> None:
         assert self._experts is not None
+        if weights.dense is not None:
+            self._norms.emit_before(self._handle, weights.dense.norm, weights.dense.gate_up)
+            self._feed_forward(weights.dense, stays=True)
         self._norms.emit_before(self._handle, weights.norm, inputs_of(weights))
-        layer = self._layers.last
-        if weights.post_norm is None:
-            self._experts.emit(self._handle, weights, self._residual, layer, adds=True)
-            return
-        self._experts.emit(self._handle, weights, self._layers.branch, layer, adds=False)
-        self._layers.add_branch(weights.post_norm, "experts")
+        self._experts.emit_layer(self._handle, weights, self._residual, self._layers)
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         self._capture_residual()
@@ -367,8 +365,8 @@ class NativeProgram(Program):
             self._memory.free()
             self._swap = None
 
-    def _feed_forward(self, weights: MlpWeights, slot: int = 0) -> None:
-        """Record the feed-forward layer after its norm, whose results are at `slot`."""
+    def _feed_forward(self, weights: MlpWeights, slot: int = 0, *, stays: bool = False) -> None:
+        """Record the feed-forward layer after its norm, which wrote to `slot`. `stays`: see `NativeLayers.add`."""
         config = self._config
         inner, activation = weights.down.matrices[0].num_columns, native.ACTIVATIONS[config.activation]
         part = self._share.inner if self._share.num_ranks > 1 else range(inner)
@@ -382,11 +380,13 @@ class NativeProgram(Program):
         else:
             products = self._memory.products(weights.gate_up, rows_of(part), partial(self._norms.rows, slot=slot))
             self._layers.adapt(gate_up(config), weights.gate_up, config.hidden_size, slot)
-            self._library.program_activate(self._handle, rows, floats, products, len(products), activation, len(part))
+            xielu = native.NativeXieluForm(*(weights.xielu or ()))
+            self._library.program_activate(
+                self._handle, rows, floats, products, len(products), activation, len(part), xielu
+            )
         self._layers.barrier("gate_up")
-        self._layers.add(
-            self._gated, inner, weights.down, weights.post_norm, DOWN, "down", scale=weights.residual_scale
-        )
+        how = weights.post_norm, DOWN, "down"
+        self._layers.add(self._gated, inner, weights.down, *how, scale=weights.residual_scale, stays=stays)
 
     def _step_arrays(self) -> native.NativeStepArrays:
         inputs = self._inputs

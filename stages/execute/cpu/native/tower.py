@@ -53,7 +53,9 @@ class NativeTower(NativeProgram, TowerBuilder):
             else:
                 products = memory.products(matrix.linear, rows_of(range(outputs)), partial(_given, rows))
                 kind, out = native.ACTIVATIONS[matrix.activation], native.NativeRows(values, outputs * 4)
-                library.program_activate(program, out, True, products, len(products), kind, outputs)
+                library.program_activate(
+                    program, out, True, products, len(products), kind, outputs, native.NativeXieluForm()
+                )
             width = outputs
         self._projected = values, width
 

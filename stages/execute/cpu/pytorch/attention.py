@@ -47,7 +47,8 @@ class TorchAttention:
         self._sources: list[LayerKV] = []
         """By layer."""
         self._buffers: dict[tuple[Heads, bool], tuple[Buffer, Buffer]] = {}
-        self.gate = calls.buffer(config.query_size if config.attention_gate else 1)
+        gates = config.num_heads if config.gate_per_head else config.query_size
+        self.gate = calls.buffer(gates if config.attention_gate else 1)
         self._angles: dict[RopeKey, tuple[Buffer, Buffer]] = {}
         self._plans: dict[tuple[int | None, int | None, int], AttentionPlan] = {}
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
@@ -107,7 +108,7 @@ class TorchAttention:
         sinks, biases = (None if one is None else as_tensor(one) for one in (weights.sinks, weights.biases))
         calls.add(ops.attention, layer.attended, qkv, kv, self._plan(weights, layer.group), sinks, biases)
         if weights.gate is not None:
-            calls.add(ops.gate, layer.attended, self.gate)
+            calls.add(ops.gate, layer.attended, self.gate, config.gate_function)
 
     def _norm(self, weights: AttentionWeights, layer: TorchLayer) -> None:
         config, calls, ops = self._config, self._calls, self._ops

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.kernels.activations import xielu
 from pipeline.kernels.experts import ExpertActivation, ExpertMatrices
 from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.sampling.logprobs import write_logprobs
@@ -41,6 +42,7 @@ from pipeline.stages.execute.program import (
     Norm,
     PerLayerWeights,
     RecurrentWeights,
+    ShortConvWeights,
     TokenInputs,
 )
 
@@ -147,7 +149,7 @@ class TorchProgram(Program):
         self._multiply(layers.inputs, self._x, weights.inputs)
         layers.record(weights)
         self._multiply(self._x, layers.out, weights.out)
-        self._add(self._x, None)
+        self._add(self._x, weights.post_norm if isinstance(weights, ShortConvWeights) else None)
 
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
         self._given = self._calls.buffer(width, dtype=torch.float32)
@@ -170,10 +172,14 @@ class TorchProgram(Program):
         config, calls, ops, x = self._config, self._calls, self._ops, self._x
         sizes = config.experts
         assert sizes is not None
+        if weights.router_norm is not None:
+            self._norm(x, self._residual, weights.router_norm)
+            self._multiply(self._router_logits, x, weights.router)
         self._norm(x, self._residual, weights.norm)
-        self._multiply(self._router_logits, x, weights.router)
-        bias = None if weights.selection_bias is None else as_tensor(weights.selection_bias)
-        chosen, form = (self._chosen, self._expert_weights), route_options(sizes)
+        if weights.router_norm is None:
+            self._multiply(self._router_logits, x, weights.router)
+        bias, factors = (None if one is None else as_tensor(one) for one in (weights.selection_bias, weights.factors))
+        chosen, form = (self._chosen, self._expert_weights), route_options(sizes, factors)
         calls.add(ops.route, *chosen, self._router_logits, bias, form)
         activation = ExpertActivation(config.activation, config.gated, config.swiglu_alpha, config.swiglu_limit)
         matrices = self._expert_matrices(weights, sizes.num)
@@ -185,7 +191,16 @@ class TorchProgram(Program):
             self._activate(self._shared_gated, self._shared_gate_up)
             self._multiply(x, self._shared_gated, down)
             calls.add(ops.add_gated, self._routed, x, self._router_logits if sizes.shared_gate else None)
-        self._add(self._routed, weights.post_norm)
+        if weights.dense is None:
+            self._add(self._routed, weights.post_norm)
+            return
+        assert weights.post_norm is not None
+        self._norm(self._routed, self._routed, weights.post_norm)
+        self._norm(x, self._residual, weights.dense.norm)
+        self._feed_forward(x, x, weights.dense)
+        self._norm(x, x, weights.dense.post_norm)
+        calls.add(ops.add, self._routed, x, 1.0)
+        self._add(self._routed, weights.sum_norm, scale=weights.residual_scale)
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         self._capture_residual()
@@ -230,6 +245,7 @@ class TorchProgram(Program):
     def _norm(self, out: Buffer, x: Buffer, norm: Norm | None) -> None:
         """out = norm(x)"""
         calls, ops, eps = self._calls, self._ops, self._config.rms_norm_eps
+        eps = eps if norm is None or norm.eps is None else norm.eps
         if norm is None:
             calls.add(ops.copy, out, x)
         elif self._config.norm == "layer":
@@ -250,7 +266,10 @@ class TorchProgram(Program):
     def _feed_forward(self, out: Buffer, x: Buffer, weights: MlpWeights) -> None:
         stacked, gated = self._gate_ups[weights.down.matrices[0].num_columns]
         self._project(stacked, x, weights.gate_up, gate_up(self._config))
-        self._activate(gated, stacked)
+        if weights.xielu is None:
+            self._activate(gated, stacked)
+        else:
+            self._calls.add(xielu, gated, stacked, *weights.xielu)
         self._project(out, gated, weights.down, DOWN)
 
     def _project(self, out: Buffer, x: Buffer, linear: Linear, targets: tuple[Target, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Models with short convolutions: LFM2 and its mixtures of experts."""
+"""Models with short convolutions: LFM2, its mixtures of experts, and LFM3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,24 +6,27 @@ from typing import Any
 from pipeline.runtime.model.architecture_names import Architecture
 from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.special_layers import ShortConv
-from pipeline.stages.prepare.families.architecture import HfArchitecture, renamed
+from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, renamed
 from pipeline.stages.prepare.families.experts import experts_of, layers_behind
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.shape import MAX_LAYERS
 
 TAPS = range(2, 9)
 """Sizes of convolutions that the kernels have."""
 SIZE = "conv_L_cache"
+KINDS = "full_attention", "conv", "sliding_attention"
+"""Of layers; LFM2 has the first two."""
 
 
 def _layers(keys: Keys, model: ModelConfig) -> list[int]:
     """Those of `layer_types`, by default all that are not in `full_attn_idxs`."""
-    kinds = keys.layer_kinds(model.num_layers, ("full_attention", "conv"))
+    kinds = keys.layer_kinds(model.num_layers, KINDS if model.sliding_window else KINDS[:2])
     if kinds is None:
         full = keys.get("full_attn_idxs", list)
         is_full = [full is None or i in full for i in range(model.num_layers)]
     else:
-        is_full = [kind == "full_attention" for kind in kinds]
+        is_full = [kind != "conv" for kind in kinds]
     if not any(is_full):
         raise ConfigFault(f"layer_types is {shown(kinds)}; at least one layer must have attention")
     return [i for i, full in enumerate(is_full) if not full]
@@ -46,6 +49,43 @@ def _dense(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     inner, unit = int(2 * model.intermediate_size / 3), keys.count("block_multiple_of", 256)
     inner = int(keys.number("block_ffn_dim_multiplier", 1.0) * inner)
     return {**found, "intermediate_size": -(-inner // unit) * unit}
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> Window:
+    """LFM3's layers with a window are those in `layer_types`, by default each fourth one after the first."""
+    kinds = _kinds(config, num_layers)
+    layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    return (Keys(config, {}, {}).count("sliding_window", 256), layers) if layers else (None, None)
+
+
+def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    period = "sliding_attention", "conv", "full_attention", "conv"
+    default = ["conv" if i == 0 else period[i % 4] for i in range(num_layers)]
+    return Keys(config, {}, {}).layer_kinds(num_layers, KINDS) or default
+
+
+def _with_kinds(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json with `layer_types`."""
+    num_layers = config.get("num_hidden_layers", 24)
+    if config.get("layer_types") is not None or not isinstance(num_layers, int) or num_layers > MAX_LAYERS:
+        return config
+    return {**config, "layer_types": _kinds(config, num_layers)}
+
+
+def _lfm3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
+    gated = keys.flag("use_attention_gate", True)
+    return {
+        **_lfm2(keys, model),
+        "post_norms": keys.flag("use_sandwich_norm", True),
+        "attention_gate": gated,
+        "gate_per_head": gated,
+    }
+
+
+def _lfm3_layout(model: ModelConfig) -> Layout:
+    own = {"self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm"}
+    names = {name: piece for name, piece in _layout(model).pieces.items() if name not in own}
+    return Layout(pieces=names | renamed(self_attn_post_norm="post_operator_norm", mlp_post_norm="post_ffn_norm"))
 
 
 def _moe(keys: Keys, model: ModelConfig) -> dict[str, Any]:
@@ -121,5 +161,31 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         always=ALWAYS,
         fields=_moe,
         layout=_layout,
+    ),
+    "lfm3": HfArchitecture(
+        class_name="Lfm3ForCausalLM",
+        models="LFM3",
+        keys=KEYS,
+        aliases=ALIASES,
+        defaults={
+            **DEFAULTS,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "rope_by_layer": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1_000_000.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+            SIZE: 7,
+        },
+        always={key: value for key, value in ALWAYS.items() if not key.endswith("_bias")} | {"mlp_bias": False},
+        windows=_windows,
+        adapt=_with_kinds,
+        fields=_lfm3,
+        layout=_lfm3_layout,
     ),
 }

@@ -1,5 +1,7 @@
 """Mixtures of experts: choices, their order, the products of each expert in every format, and their sums."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from pipeline.kernels.triton.experts import ExpertLinear, Order, combine, down, 
 from tests.kernels.triton.gemms import FORMATS, TOLERANCE, assert_near, columns_of, device_matrix, poisoned, random
 
 NUM, CHOICES = 5, 3
-GROUPS = {
+GROUPS: dict[str, dict[str, Any]] = {
     "no groups": {},
     "one of two": {"num_groups": 2, "groups_per_token": 1},
     "two of three": {"num_groups": 3, "groups_per_token": 2},

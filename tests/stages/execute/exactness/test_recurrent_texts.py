@@ -25,7 +25,7 @@ SLOT, BLOCK = 31_488, 4096
 MANY, FEW = 64 * SLOT + 400 * BLOCK, 9 * SLOT + 70 * BLOCK
 SCARCE = {"max_num_batched_tokens": FEW_TOKENS, "num_blocks": 24}
 PREFIX = random_ids(150, 99)
-OTHERS = ["qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe"]
+OTHERS = ["qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe", "lfm3"]
 
 
 make_requests = partial(requests_with, PREFIX)

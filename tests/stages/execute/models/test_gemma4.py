@@ -26,7 +26,7 @@ from tests.stages.prepare import checkpoints
 MAX_ERROR = 1e-4
 MAX_NATIVE_ERROR, MAX_WIDE_ERROR = 0.05, 0.02
 """Of the CPU library, relative to the standard deviation of the logits, and where its activations are float32."""
-NAMES = ["gemma4", "gemma4, dense"]
+NAMES = ["gemma4", "gemma4, dense", "gemma4, experts"]
 
 
 def random_ids(num: int, seed: int) -> list[int]:

@@ -50,7 +50,7 @@ def test_heads_that_are_dealt_unevenly(tmp_path: Path, isa: str, quantization: s
     compare(folder, isa, 2, kv_mib=2)
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("model", ["qwen3_5_moe", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe", "lfm3"])
 def test_other_models(tmp_path: Path, model: str) -> None:
     folder, _ = recurrent_models.write(tmp_path, VARIANTS[model])
     compare(folder, ISAS[0], 2, kv_mib=2)

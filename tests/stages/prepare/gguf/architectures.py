@@ -66,7 +66,7 @@ def experts_apart(name: str, data: Array, config: Any) -> dict[str, Array]:
     if name.endswith("e_score_correction_bias"):
         return {name.replace("_bias", ".bias").replace("gate.moe", "moe"): data.reshape(-1)}
     stem, _, last = name.rpartition(".")
-    if last == "layer_scalar":
+    if last == "layer_scalar" or (config.model_type == "gemma4_text" and ".experts." in name):
         return {f"{name}.weight": data}
     if not stem.endswith("mlp.experts"):
         return {name: data}
@@ -117,6 +117,7 @@ CASES = {
     ),
     "gemma4": Case("gemma4", A.GEMMA4, gemma4_keys.SHARED_KV),
     "gemma4, dense": Case("gemma4, dense", A.GEMMA4, gemma4_keys.DENSE),
+    "gemma4, experts": Case("gemma4, experts", A.GEMMA4, gemma4_keys.EXPERTS),
     "gemma3": Case("gemma3", A.GEMMA3, {"attention.sliding_window": 21}, norms_plus_one),
     "gemma3, linear rope": Case(
         "gemma3, linear rope",
@@ -340,8 +341,8 @@ def save(
     for tensor_name, data in tensors.items():
         if tensor_name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if tensor_name.endswith(".sinks"):
-            writer.add_tensor(f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight", data)
+        if whole := gemma4_keys.WHOLE_NAMES.get(tensor_name.split(".", 3)[-1]):
+            writer.add_tensor(f"blk.{tensor_name.split('.')[2]}.{whole}", data)
             continue
         short = tensor_name.removeprefix("transformer.")  # as BLOOM's tensors are named on the hub
         found = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))

@@ -37,6 +37,26 @@ DENSE = {
 }
 
 
+EXPERTS = {
+    **COMMON,
+    **of_full_layers(32),
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+    "attention.head_count_kv": [2, 2, 1, 2, 2, 1],
+    "expert_count": 6,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 32,
+}
+
+
+WHOLE_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+"""Names of tensors in the file that gguf-py doesn't know, by those in a layer."""
+
+
 def divisors(metadata: Mapping[str, Any], part: float) -> np.ndarray:
     """The divisors of frequencies, of which this part rotates."""
     num = metadata["attention.key_length"] // 2

@@ -60,4 +60,4 @@ class NativeShortConv:
             *(self._program, ctypes.byref(state), self._in, taps, len(own), self._taps, written, floats)
         )
         self._layers.barrier("short convolution")
-        self._layers.add(self._out, width, weights.out, None, (), "convolution")
+        self._layers.add(self._out, width, weights.out, weights.post_norm, (), "convolution")
