@@ -15,7 +15,6 @@ from pipeline.stages.prepare.families import (
     cohere,
     experts,
     gemma,
-    gemma4,
     glm,
     gpt,
     layer_norm,
@@ -24,6 +23,7 @@ from pipeline.stages.prepare.families import (
     phi,
 )
 from pipeline.stages.prepare.families.architecture import HfArchitecture
+from pipeline.stages.prepare.families.by_layer import gemma4, laguna, muse_glimmer
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.families.recurrent import delta_net, short_conv
 
@@ -31,10 +31,12 @@ ENCODERS = (bert, mpnet, modernbert, nomic)
 
 RECURRENT = (delta_net, short_conv)
 
+FAMILIES = (
+    *(llama, gemma, gemma4, muse_glimmer, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, laguna),
+    *(*RECURRENT, *ENCODERS),
+)
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
-    name: architecture
-    for family in (llama, gemma, gemma4, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, *RECURRENT, *ENCODERS)
-    for name, architecture in family.ARCHITECTURES.items()
+    name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()
 }
 
 

@@ -109,6 +109,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    query_heads: list[int] | None = None
+    """Query heads of each layer; None: `num_heads`."""
     other_heads: OtherHeads | None = None
     """The layers with other heads than `num_kv_heads` of `head_dim`."""
     vocab_size: int
@@ -128,6 +130,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     norm_bias: bool = False
     norm_offset: float = 0.0
     """What is added to the stored weights of norms: Gemma stores them minus one."""
+    last_norm_offset: float | None = None
+    """Of the norm before the LM head, if it is another."""
     pre_norms: bool = True
     """Whether hidden states are normalized before attention and before the feed-forward layer."""
     post_norms: bool = False
@@ -293,9 +297,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def heads_of(self, layer: int) -> Heads:
         """The heads of a layer's attention."""
         other = self.other_heads
+        num = self.num_heads if self.query_heads is None else self.query_heads[layer]
         if other is not None and layer in other.layers:
-            return Heads(self.num_heads, other.num_kv_heads, other.head_dim)
-        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+            return Heads(num, other.num_kv_heads, other.head_dim)
+        return Heads(num, self.num_kv_heads, self.head_dim)
 
     @property
     def all_heads(self) -> list[Heads]:
@@ -321,7 +326,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     @property
     def differs_by_layer(self) -> bool:
         """Whether its layers have different matrices, or some read the keys and values of others."""
-        kinds = self.other_heads, self.first_shared_kv_layer, self.intermediate_sizes, self.per_layer_inputs
+        sizes = self.query_heads, self.other_heads, self.intermediate_sizes
+        rotated = None if self.sliding_rope is None else self.sliding_rope.dim
+        kinds = *sizes, self.first_shared_kv_layer, self.per_layer_inputs, rotated
         return any(kind is not None for kind in kinds)
 
     def inner_of(self, layer: int) -> int:

@@ -63,3 +63,5 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     theta: float
     scaling: RopeScaling | None = None
+    dim: int | None = None
+    """The first dimensions of a head that rotate; None: `ModelConfig.rotary_dim`."""

@@ -68,7 +68,7 @@ def num_outputs(config: ModelConfig, target: Target) -> int:
 
 def row_order(config: ModelConfig, target: Target) -> "IntArray | None":
     """The row of B for each output of a projection, where loading moves the rows of its weight; None if it doesn't."""
-    order = head_order(config) if target in ("q_proj", "k_proj") else None
+    order = head_order(config, None) if target in ("q_proj", "k_proj") else None
     return None if order is None else head_indices(order, num_outputs(config, target)).astype("int32")
 
 

@@ -33,7 +33,7 @@ def attention_weights(
     qkv_bias = weights.join_vectors([f"{name}.bias" for name in names], rows) if config.qkv_bias else None
     out_bias = weights.vector(f"{layer}.self_attn.o_proj.bias", hidden) if config.out_bias else None
     head_norms = _head_norms(config, weights, index)
-    if (order := head_order(config)) is not None:
+    if (order := head_order(config, config.rope_of(index))) is not None:
         orders = head_indices(order, queries), head_indices(order, keys)
         qkv = tuple(_take_rows(matrix, each) for matrix, each in zip(qkv, orders, strict=False)) + qkv[2:]
         if qkv_bias is not None:

@@ -14,9 +14,11 @@ def norm_weights(config: ModelConfig, weights: Weights, name: str) -> Norm:
     if not config.norm_weights:
         return plain_norm(config)
     size = config.hidden_size
-    weight = weights.vector(f"{name}.weight", size)
-    if config.norm_offset:
-        weight = weight + config.norm_offset
+    weight, offset = weights.vector(f"{name}.weight", size), config.norm_offset
+    if name == "model.norm" and config.last_norm_offset is not None:
+        offset = config.last_norm_offset
+    if offset:
+        weight = weight + offset
     return Norm(weight, weights.vector(f"{name}.bias", size) if config.norm_bias else None)
 
 

@@ -51,7 +51,7 @@ def rotation(config: ModelConfig, rope: Rope | None, head_dim: int, max_model_le
     frequencies = np.zeros(half, np.float32)
     if rope is None:
         return Rotation(frequencies, None)
-    dim = head_dim if config.rotary_dim is None else config.rotary_dim
+    dim = rotary_dim(config, rope, head_dim)
     frequencies[: dim // 2] = rope_frequencies(dim, rope.theta, rope.scaling, max_model_len)
     magnitude = rope.scaling.magnitude if isinstance(rope.scaling, YarnRope | LongRope) else 1.0
     if magnitude == 1.0:
@@ -61,10 +61,18 @@ def rotation(config: ModelConfig, rope: Rope | None, head_dim: int, max_model_le
     return Rotation(frequencies, magnitudes)
 
 
-def head_order(config: ModelConfig) -> LongArray | None:
-    """For each dimension of a head of queries or keys, its place in the weight files; None if they are the same."""
+def rotary_dim(config: ModelConfig, rope: Rope | None, head_dim: int) -> int:
+    """The first dimensions of a head that rotate."""
+    if rope is not None and rope.dim is not None:
+        return rope.dim
+    return head_dim if config.rotary_dim is None else config.rotary_dim
+
+
+def head_order(config: ModelConfig, rope: Rope | None) -> LongArray | None:
+    """For each dimension of a head of queries or keys of a layer with this rotary embedding, its place in the weight
+    files; None if they are the same."""
     head_dim = config.head_dim
-    dim = head_dim if config.rotary_dim is None else config.rotary_dim
+    dim = rotary_dim(config, rope, head_dim)
     if dim == 0 or (dim == head_dim and not config.interleaved_rope):
         return None
     rotated = np.arange(dim)

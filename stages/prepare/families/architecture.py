@@ -175,6 +175,7 @@ TIE = "tie_word_embeddings"
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "muse_glimmer": "muse_glimmer_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",

@@ -40,6 +40,16 @@ GLM_EXPERTS = {
     "routed_scaling_factor": 2.5,
 }
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_layer_start_index": 1}
+LAGUNA = {
+    **EXPERTS,
+    **KINDS,
+    "head_dim": 32,
+    "shared_expert_intermediate_size": 48,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+    },
+}
 GEMMA4 = {
     **SIZES,
     "num_hidden_layers": 6,
@@ -124,6 +134,16 @@ VARIANTS: dict[str, Variant] = {
         GEMMA,
     ),
     "apertus": Variant("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
+    "laguna": Variant(
+        "laguna",
+        {
+            **LAGUNA,
+            "num_attention_heads_per_layer": [4, 2, 6],
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 2.0,
+        },
+    ),
+    "laguna, gates of numbers": Variant("laguna", {**LAGUNA, "gating": "per-element"}),
     "phi": Variant("phi"),
     "phi3": Variant("phi3", {"sliding_window": 21}),
     "phi3, short longrope": Variant(
@@ -238,7 +258,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-EQUAL_LAYERS = {name: variant for name, variant in VARIANTS.items() if variant.kind != "gemma4_text"}
+EQUAL_LAYERS = {name: variant for name, variant in VARIANTS.items() if variant.kind not in ("gemma4_text", "laguna")}
 """Those that several ranks compute, too."""
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -54,9 +54,10 @@ class NativeAttention:
         self._layout = kv.layout
         self._num_blocks, self._max_model_len = kv.num_blocks, kv.max_model_len
         max_num_tokens = inputs.max_num_tokens
-        self._queries = memory.rows(max_num_tokens, len(share.heads) * max(heads.dim for heads in config.all_heads))
+        widest = config.query_size if share.is_whole else len(share.heads) * config.head_dim
+        self._queries = memory.rows(max_num_tokens, widest)
         self._attended = gathered.rows(max_num_tokens, config.query_size)
-        gates = len(share.heads) * (1 if config.gate_per_head else config.head_dim)
+        gates = widest // config.head_dim if config.gate_per_head else widest
         self._gates = memory.floats(max_num_tokens, gates) if config.attention_gate else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
@@ -92,6 +93,7 @@ class NativeAttention:
     ) -> None:
         """Record a layer after its norm, whose results are at `slot`, or of other inputs."""
         library, share, heads, config = self._library, self._share, weights.heads, self._config
+        own = self._query_heads(weights)
         index = self._layers.begin()
         group, _ = self._layout.layer_locations[index]
         memory = self._layer_kv(weights, index) if weights.source is None else self._kv[weights.source]
@@ -103,26 +105,26 @@ class NativeAttention:
         self._emit_qkv(weights, kv, slot, inputs_at or partial(self._norms.rows, slot=slot))
         width, dim = heads.query_size, heads.dim
         matrix = weights.out.matrices[0]
-        rows, floats = self._layers.written(self._attended, width, matrix, share.heads.start * dim)
+        rows, floats = self._layers.written(self._attended, width, matrix, own.start * dim)
         if weights.gate is not None:
             each = 1 if config.gate_per_head else dim
-            order = rows_of(range(share.heads.start * each, share.heads.stop * each))
+            order = rows_of(range(own.start * each, own.stop * each))
             products = self._memory.products(weights.gate, order, partial(self._norms.rows, slot=slot))
             library.program_products(self._program, self._gates, products, len(products), len(order))
-            rows, floats = native.NativeRows(self._layers.wide + 4 * share.heads.start * dim, width * 4), True
+            rows, floats = native.NativeRows(self._layers.wide + 4 * own.start * dim, width * 4), True
         plan = self._plan(weights, group)
         form = ctypes.byref(self._form_of(weights))
         library.program_attention(self._program, rows, floats, self._queries, kv, plan, form)
         if weights.gate is not None:
-            self._gate(matrix, width)
+            self._gate(matrix, own, width)
         self._layers.barrier("attention")
         is_gated = weights.gate is not None and share.is_whole
         self._layers.add(self._attended, width, weights.out, weights.post_norm, OUT, "o", is_written=is_gated)
 
-    def _gate(self, out: AnyMatrix, width: int) -> None:
+    def _gate(self, out: AnyMatrix, heads: range, width: int) -> None:
         """Record the gate of attention's result, before the matmul with `out`."""
         form: ActivationForm = self._memory.form(out)
-        heads, size, config = self._share.heads, self._config.head_dim, self._config
+        config, size = self._config, self._config.head_dim
         part = len(heads) * size, heads.start * size, width
         how = size if config.gate_per_head else 1, config.gate_function == "softplus"
         self._library.program_gate(self._program, self._attended, form, self._layers.wide, self._gates, *part, *how)
@@ -153,7 +155,8 @@ class NativeAttention:
         config, library, share = self._config, self._library, self._share
         num_heads, num_kv_heads, dim = weights.heads
         keys = [num_heads + head for head in self._kv_heads(weights)] if weights.has_keys else []
-        kinds = [list(share.heads), keys, [head + num_kv_heads for head in keys]]
+        queries = self._query_heads(weights)
+        kinds = [list(queries), keys, [head + num_kv_heads for head in keys]]
         norms, query_form = self._head_norms(weights), self._query_form(dim)
         angles = self._angles[weights.rope, dim]
         if self._qkv is not None and not share.is_whole:
@@ -162,7 +165,7 @@ class NativeAttention:
             self._layers.barrier("qkv")
             head_share = native.NativeHeadShare(num_heads, num_kv_heads, share.heads.start, share.kv_heads.start)
             library.program_qkv_rows(
-                *(self._program, self._queries, len(share.heads), kv, *angles, norms, query_form, self._qkv),
+                *(self._program, self._queries, len(queries), kv, *angles, norms, query_form, self._qkv),
                 ctypes.byref(head_share),
             )
         else:
@@ -170,7 +173,7 @@ class NativeAttention:
             products = self._memory.products(weights.qkv, order, inputs_at)
             self._layers.adapt(QKV, weights.qkv, config.hidden_size, slot)
             library.program_qkv(
-                *(self._program, self._queries, products, len(products), len(share.heads), kv, *angles),
+                *(self._program, self._queries, products, len(products), len(queries), kv, *angles),
                 *(norms, query_form, self._qkv),
             )
 
@@ -188,6 +191,10 @@ class NativeAttention:
         out = self._qkv + 4 * heads[0] * config.head_dim
         (product,) = found
         library.program_linear(self._program, out, product.rows, product.matrix, len(heads) * config.head_dim)
+
+    def _query_heads(self, weights: AttentionWeights) -> range:
+        """This rank's query heads. A model whose layers have different heads has one rank."""
+        return range(weights.heads.num) if self._share.is_whole else self._share.heads
 
     def _kv_heads(self, weights: AttentionWeights) -> range:
         """This rank's KV heads. A model whose layers have different heads has one rank."""
@@ -211,7 +218,7 @@ class NativeAttention:
         self._memory.keep(center)
         if is_calibrated:
             # Norms of all heads together leave the tokens of a layer to several threads, which can't add up queries.
-            factors = KeyFactors(len(self._share.heads), *center.shape) if self._qkv is None else None
+            factors = KeyFactors(len(self._query_heads(weights)), *center.shape) if self._qkv is None else None
             if factors is not None:
                 kv.factors = ctypes.addressof(factors.native)
             self._calibrated.append(CalibratedLayer(kv, group, center, factors))
@@ -253,7 +260,7 @@ class NativeAttention:
         if norms is None:
             return None
         order = turning_order(1, [0], dim)
-        parts = (norms.query, self._share.heads), (norms.key, self._kv_heads(weights))
+        parts = (norms.query, self._query_heads(weights)), (norms.key, self._kv_heads(weights))
         query, key = (None if one is None else self._head_norm(one, heads, order) for one, heads in parts)
         each, every = config.qk_norm_kind == "each_head", config.qk_norm_kind == "all"
         return ctypes.byref(
@@ -273,7 +280,7 @@ class NativeAttention:
         window, after = weights.window or 0, -1 if weights.window_after is None else weights.window_after
         key = window, after, group, weights.heads
         if key not in self._plans:
-            num_heads, num_kv_heads = len(self._share.heads), len(self._kv_heads(weights))
+            num_heads, num_kv_heads = len(self._query_heads(weights)), len(self._kv_heads(weights))
             self._plans[key] = self._library.program_attention_plan(
                 self._program, num_heads, num_kv_heads, window, after
             )

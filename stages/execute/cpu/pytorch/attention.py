@@ -14,7 +14,7 @@ from pipeline.stages.execute.cpu.pytorch.calls import Buffer, TorchCalls
 from pipeline.stages.execute.kv import kv_dtype
 from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.layers.rope import RopeKey, rotations
-from pipeline.stages.execute.program import AttentionWeights
+from pipeline.stages.execute.program import AttentionWeights, Linear
 
 
 class TorchLayer(NamedTuple):
@@ -47,8 +47,8 @@ class TorchAttention:
         self._sources: list[LayerKV] = []
         """By layer."""
         self._buffers: dict[tuple[Heads, bool], tuple[Buffer, Buffer]] = {}
-        gates = config.num_heads if config.gate_per_head else config.query_size
-        self.gate = calls.buffer(gates if config.attention_gate else 1)
+        self._gates: dict[int, Buffer] = {}
+        """By width."""
         self._angles: dict[RopeKey, tuple[Buffer, Buffer]] = {}
         self._plans: dict[tuple[int | None, int | None, int], AttentionPlan] = {}
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
@@ -108,7 +108,12 @@ class TorchAttention:
         sinks, biases = (None if one is None else as_tensor(one) for one in (weights.sinks, weights.biases))
         calls.add(ops.attention, layer.attended, qkv, kv, self._plan(weights, layer.group), sinks, biases)
         if weights.gate is not None:
-            calls.add(ops.gate, layer.attended, self.gate, config.gate_function)
+            calls.add(ops.gate, layer.attended, self.gate(weights.gate), config.gate_function)
+
+    def gate(self, linear: Linear) -> Buffer:
+        """What a layer's gate writes."""
+        width = sum(matrix.num_rows for matrix in linear.matrices)
+        return self._gates.setdefault(width, self._calls.buffer(width))
 
     def _norm(self, weights: AttentionWeights, layer: TorchLayer) -> None:
         config, calls, ops = self._config, self._calls, self._ops

@@ -259,7 +259,7 @@ class TorchProgram(Program):
         self._num_layers += 1
         self._project(layer.qkv, x, weights.qkv, QKV)
         if weights.gate is not None:
-            self._multiply(self._attention.gate, x, weights.gate)
+            self._multiply(self._attention.gate(weights.gate), x, weights.gate)
         self._attention.record(weights, layer)
         self._project(out, layer.attended, weights.out, OUT)
 

@@ -1,0 +1,1 @@
+"""Families whose layers differ in more than their windows."""
