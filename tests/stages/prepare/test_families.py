@@ -194,7 +194,7 @@ def test_layers_of_gemma_4_have_the_sizes_of_transformers(tmp_path: Path, change
     ("changes", "words"),
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': bidirectional attention"),
-        ({"enable_moe_block": True}, "enable_moe_block is True: a mixture of experts beside a dense layer is not"),
+        ({"enable_moe_block": True}, "num_experts is None; it must be an integer of at least 1"),
         ({"num_kv_shared_layers": 12}, "num_kv_shared_layers is 12; each of these layers must have one of its kind"),
         ({"num_kv_shared_layers": 8}, "num_kv_shared_layers is 8; each of these layers must have one of its kind"),
         ({"global_head_dim": 33}, "global_head_dim is 33; it must be even"),

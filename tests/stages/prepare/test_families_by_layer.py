@@ -64,7 +64,7 @@ def test_the_defaults_of_lfm3() -> None:
             "num_attention_heads_per_layer is .* 5 multiples",
         ),
         ("laguna", {"num_attention_heads_per_layer": [4]}, "num_attention_heads_per_layer is .* it must be a list of"),
-        ("laguna", {"mlp_layer_types": 5 * ["dense"]}, "mlp_layer_types is .* at least one of them sparse"),
+        ("laguna", {"mlp_layer_types": 5 * ["dense"]}, "mlp_layer_types is .* not all dense"),
         ("laguna", {"moe_router_logit_softcapping": -1.0}, "moe_router_logit_softcapping is -1.0; it must be a finite"),
         ("lfm3", {"conv_bias": True}, "conv_bias is true: a convolution with biases is not supported"),
         ("lfm3", {"conv_L_cache": 9}, "conv_L_cache is 9; it must be an integer from 2 to 8"),

@@ -86,7 +86,7 @@ def _sparse_layers(keys: Keys, model: ModelConfig) -> list[int] | None:
     if len(kinds) != model.num_layers or any(kind not in ("dense", "sparse") for kind in kinds) or not layers:
         raise keys.fault(
             "mlp_layer_types",
-            f'a list of num_hidden_layers = {model.num_layers} values, "dense" or "sparse", at least one of them sparse',
+            f'a list of num_hidden_layers = {model.num_layers} values, "dense" or "sparse", not all dense',
         )
     return None if len(layers) == model.num_layers else layers
 
