@@ -37,7 +37,7 @@ FEW = (
     "glm4_moe, groups",  # experts in groups, a selection bias, sigmoid scores
     "gpt_oss",  # sinks, biases of experts, clamped SwiGLU, windows in some layers
 )
-NAMES = FEW
+NAMES: tuple[str, ...] = FEW
 if os.environ.get("PIPELINE_ALL_GPU_ARCHITECTURES"):
     NAMES = tuple(name for name, variant in EQUAL_LAYERS.items() if variant.kind != "apertus")
 LENGTH = 27
