@@ -159,6 +159,8 @@ class FakeExecutor:
         """Those of the executor, followed by those of swap space."""
         self.rows: dict[int, _Row] = {}
         self.encoder_cache = [EMPTY] * num_encoder_rows
+        self.begun: tuple[bytes, int] | None = None
+        """The item that is encoded in part, and the end of the last part."""
         self.num_encoded: dict[bytes, int] = {}
         """How often each item was encoded."""
         self.media: dict[int, dict[int, int]] = {}
@@ -194,7 +196,16 @@ class FakeExecutor:
         for job in step.encodes:
             slots = take(job.slots, np.int32).tolist()
             assert len(set(slots)) == len(slots) == job.grid[0], "an item has slots for other rows than its own"
-            assert take(job.pixels, np.uint8).tobytes() == job.key * PIXELS_PER_KEY
+            pixels = take(job.pixels, np.uint8).tobytes()
+            assert pixels == (b"" if job.first_part else job.key * PIXELS_PER_KEY)
+            if job.first_part:
+                assert self.begun == (job.key, job.first_part), "a step goes on with an item that was not begun"
+            assert job.first_part < job.end_part <= m.NUM_PARTS
+            self.begun = None if job.end_part == m.NUM_PARTS else (job.key, job.end_part)
+            if self.begun is not None:
+                for slot in slots:
+                    self.encoder_cache[slot] = EMPTY
+                continue
             self.num_encoded[job.key] = self.num_encoded.get(job.key, 0) + 1
             for row, slot in enumerate(slots):
                 self.encoder_cache[slot] = encoded(job.key, row)
@@ -319,7 +330,8 @@ class FakeExecutor:
                 token_outputs += [record(token_id, state.options.num_logprobs) for token_id in kept]
         num_drafts_of = [len(proposed[row]) for row in sampled]
         slow = [row for row in sampled if self.rows[row].options.compiled_grammar == SLOW_GRAMMAR]
-        put, encode_s = self._put, ENCODE_S * sum(job.grid[0] for job in step.encodes)
+        put = self._put
+        encode_s = ENCODE_S * sum(job.grid[0] * (job.end_part - job.first_part) / m.NUM_PARTS for job in step.encodes)
         return m.StepResult(
             incarnation=step.incarnation,
             step_id=step.step_id,

@@ -97,6 +97,15 @@ class ScheduleSettings(Frozen, frozen=True):
             "get their share of the time by number, if that is more. 0 is unlimited.",
         ),
     ] = 2.5
+    encode_max_slowdown: Annotated[
+        float,
+        Meta(
+            ge=1.01,
+            le=1000,
+            description="Maximum duration of a step with a part of the encoding of an image, as a multiple of its "
+            "duration without it, while sequences decode. Less keeps streams smooth; more answers images sooner.",
+        ),
+    ] = 1.15
     long_prompt_tokens: Annotated[
         int,
         Meta(

@@ -192,6 +192,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(NativeScoreArrays)],
     ),
     "program_run": (c_int, [c_void_p, c_int, c_int, c_int]),
+    "program_run_ops": (c_int, [c_void_p, c_int, c_int, c_int, c_int]),
     "program_sample_again": (c_int, [c_void_p, c_int, c_int, c_int]),
     "program_profile": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p]),
     "program_size": (c_int, [c_void_p]),

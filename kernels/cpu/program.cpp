@@ -376,19 +376,19 @@ void program_layer(Program* program, int layer) { program->layer = layer; }
 
 // --- replaying
 
-int program_run(Program* program, int tokens, int rows, int samples) {
-    return program->run(tokens, rows, samples, nullptr);
+int program_run(Program* program, int tokens, int rows, int samples) { return program->run(tokens, rows, samples, nullptr); }
+
+// Only the ops from `first` to before `end`; the step is the same as that of the ops before.
+int program_run_ops(Program* program, int tokens, int rows, int first, int end) {
+    return program->run_ops(tokens, rows, 0, nullptr, first, end);
 }
 
 // Computes logits again, and samples: the masks of the step before were late.
-int program_sample_again(Program* program, int tokens, int rows, int samples) {
-    return program->run(tokens, rows, samples, nullptr, true);
-}
+int program_sample_again(Program* program, int tokens, int rows, int samples) { return program->run(tokens, rows, samples, nullptr, true); }
 
 int program_profile(Program* program, int tokens, int rows, int samples, double* seconds) {
     return program->run(tokens, rows, samples, seconds);
 }
-
 int program_size(const Program* program) { return program->size(); }
 const char* program_name(const Program* program, int op) { return program->name(op); }
 

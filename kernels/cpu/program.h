@@ -87,6 +87,11 @@ class Program final : public Job {
     // Seconds of each op where `seconds` is given. With `samples_again`, only the ops from the head on: a layer with a
     // state must not absorb a step twice. Returns 0, or the first status that an op ends with.
     int run(int tokens, int rows, int samples, double* seconds, bool samples_again = false) {
+        return run_ops(tokens, rows, samples, seconds, samples_again ? head : 0, ops_.size());
+    }
+
+    // The same for the ops from `first` to before `end`.
+    int run_ops(int tokens, int rows, int samples, double* seconds, size_t first, size_t end) {
         while (memory_.size() < size_t(thread_pool_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
         if (progress_.size() != ops_.size()) {
             progress_ = std::vector<Progress>(ops_.size());
@@ -102,7 +107,7 @@ class Program final : public Job {
         std::atomic_thread_fence(std::memory_order_release);
         for (Step& step : steps_) step.tokens = tokens, step.rows = rows, step.samples = samples;
         timed_ = seconds != nullptr;
-        first_.store(samples_again ? head : 0);
+        first_.store(first), end_.store(end);
         status_ = 0;
         const int64_t began = nanoseconds();
         number_.store(number);
@@ -120,7 +125,7 @@ class Program final : public Job {
 #if defined(AMX)
         const TileUse use;
 #endif
-        for (size_t i = first_.load(); i < ops_.size(); i++) {
+        for (size_t i = first_.load(); i < end_.load(); i++) {
             Op& op = *ops_[i];
             const Step& step = step_for(i);
             // Who is late in the last step may read this one's number: its exchange at the next op fails.
@@ -248,6 +253,7 @@ class Program final : public Job {
     size_t scratch_bytes_ = 64;
     std::atomic<uint32_t> number_{0};  // of the step
     std::atomic<size_t> first_{0};     // op of the step
+    std::atomic<size_t> end_{0};       // the one behind its last op
     std::atomic<int> finished_{0};     // ops, ever
     bool timed_ = false;
     int status_ = 0;

@@ -111,7 +111,7 @@ class Planner:
             if self._in_flight.steps or lifecycle.is_idle or waits:
                 return None
             # The others wait for blocks of paced ones, or images for rows that can't decode.
-            if (flags & RowFlag.PACED and paces) or self._media.costs.forgive():
+            if (flags & RowFlag.PACED and paces) or self._media.forgive():
                 return self.plan(registers=registers, paces=False)
             assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
             return self.plan(registers=registers)

@@ -61,6 +61,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Prompts with more tokens to compute are long."""
     prompt_max_slowdown: float = UNLIMITED
     """Bound of a step with parts of prompts, relative to the step without them."""
+    encode_max_slowdown: float = UNLIMITED
+    """Bound of a step with a part of an encode, relative to the step without it."""
     long_prompt_max_slowdown: float = UNLIMITED
     """Bound of a step with a part of a long prompt, relative to the step without it."""
     hidden_size: int = 0
@@ -167,6 +169,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             max_step_s=settings.max_step_ms / 1000 or UNLIMITED,
             long_prompt_tokens=settings.long_prompt_tokens or MAX_TOKENS,
             prompt_max_slowdown=settings.prompt_max_slowdown or UNLIMITED,
+            encode_max_slowdown=settings.encode_max_slowdown,
             long_prompt_max_slowdown=settings.long_prompt_max_slowdown,
             hidden_size=facts.hidden_size,
             kv_groups=tuple(facts.kv_groups) or (FULL,),

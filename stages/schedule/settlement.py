@@ -194,7 +194,14 @@ class Settlement:
         if result.draft_pass_s:
             self._speculation.observe_pass(result.draft_pass_s)
         if self._media.is_on:
-            self._media.costs.observe(step.num_rows_encoded, result.encode_s, result.compute_s, step.num_samples)
+            self._media.costs.observe(
+                step.num_rows_encoded,
+                step.encode_s,
+                result.encode_s,
+                result.compute_s,
+                decodes=step.num_samples > 0,
+                decodes_only=step.num_samples == step.num_tokens,
+            )
         if (shape := step.shape) is not None:
             seconds = result.compute_s - result.copy_s - result.draft_s - result.encode_s
             num_decodes, context = shape.num_decodes, shape.context

@@ -154,6 +154,9 @@ EFFECTS = {
     "schedule.max_step_ms": f"{SCHEDULE}::test_max_step_ms_limits_chunks_next_to_a_decoding_sequence",
     "schedule.prompt_max_slowdown": f"{SCHEDULE}::test_prompts_slow_down_a_step_by_at_most_the_limit",
     "schedule.long_prompt_tokens": f"{SCHEDULE}::test_long_prompt_tokens_sets_which_prompts_are_long",
+    "schedule.encode_max_slowdown": (
+        "tests/stages/schedule/media/test_spans.py::test_images_slow_down_streams_by_the_limit"
+    ),
     "schedule.long_prompt_max_slowdown": f"{SCHEDULE}::test_prompts_slow_down_a_step_by_at_most_the_limit",
     "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_limits_prompts_in_shared_memory",
     "execute.device": "tests/stages/schedule/test_depths.py::test_on_a_gpu_the_default_depth_is_2",

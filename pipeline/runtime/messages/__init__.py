@@ -57,6 +57,7 @@ from pipeline.runtime.messages.detokenize import (
     Settled,
 )
 from pipeline.runtime.messages.execute import (
+    NUM_PARTS,
     EncodeJob,
     ExecuteInbox,
     RowAdd,
@@ -170,6 +171,7 @@ __all__ = [
     "NAN_LOGITS",
     "NOTHING_LEFT",
     "NO_LIMIT_S",
+    "NUM_PARTS",
     "Abort",
     "AbortRequests",
     "Accepted",

@@ -34,19 +34,26 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     all."""
 
 
+NUM_PARTS = 1 << 16
+"""Of the work on a media item. The executor ends where it can, at the end of these parts or before."""
+
+
 class EncodeJob(msgspec.Struct, array_like=True, frozen=True):
-    """A media item to encode (`MediaItem`)."""
+    """A media item to encode (`MediaItem`), or parts of the work on it: several steps may encode it, all before it is
+    read. Until the last of them, no step encodes another one; a first part drops what others have begun."""
 
     key: bytes
     slots: Array
     """int32 [num_rows]; the rows of the encoder cache that it writes"""
     grid: list[int]
     pixels: Array
-    """uint8"""
+    """uint8; none behind the first part"""
     request_id: int = 0
     """Only for traces."""
     shape: list[int] = []
     """Of the pixels."""
+    first_part: int = 0
+    end_part: int = NUM_PARTS
 
 
 class Step(Message, frozen=True, tag="step"):

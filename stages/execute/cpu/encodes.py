@@ -3,21 +3,32 @@ read them."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.kernels.patches import PixelArray
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.media import support
-from pipeline.runtime.messages import Step
+from pipeline.runtime.messages import NUM_PARTS, EncodeJob, Step
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import Library
-from pipeline.stages.execute.cpu.vision import MediaItem, VisionEncoder
+from pipeline.stages.execute.cpu.vision import Encoding, MediaItem, VisionEncoder
 from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.rows import Take
+
+
+class _Begun(NamedTuple):
+    """An item that is computed."""
+
+    key: bytes
+    made: FloatArray
+    """Its rows."""
+    encoding: Encoding
 
 
 class Encodes:
@@ -39,6 +50,7 @@ class Encodes:
         if num_rows:
             self.rows = np.zeros((num_rows, vision.hidden_size), np.float32)
             self._encoder = VisionEncoder(settings, folder, vision, num_threads, library)
+        self._begun: _Begun | None = None
         self.seconds = 0.0
         """That the last step's items took."""
         self._spans: dict[int, list[tuple[int, IntArray]]] = {}
@@ -48,23 +60,41 @@ class Encodes:
         """Encode the step's items, and note its spans. Without items, the clock is not read."""
         self._spans.clear()
         self.seconds = 0.0
-        if not step.span_rows:
+        if step.span_rows:
+            self._note_spans(step, take)
+        if not step.encodes:
             return
+        # On a rank that does not encode, this frees what the step brings.
+        jobs = [(take(job.slots, np.int32), take(job.pixels, np.uint8), job) for job in step.encodes]
+        if self.rows is None or self._encoder is None:
+            return
+        began = clock()
+        for slots, pixels, job in jobs:
+            self._run(self._encoder, self.rows, slots, pixels, job)
+        self.seconds = clock() - began
+
+    def _note_spans(self, step: Step, take: Take) -> None:
         slots, end = take(step.span_slots, np.int32), 0
         spans = (take(one, np.int32).tolist() for one in (step.span_rows, step.span_starts, step.span_counts))
         for row, start, num in zip(*spans, strict=True):
             self._spans.setdefault(row, []).append((start, slots[end : end + num]))
             end += num
         assert end == len(slots), "spans of another number of rows than are named"
-        jobs = [(take(job.slots, np.int32), take(job.pixels, np.uint8), job) for job in step.encodes]
-        if self.rows is None or self._encoder is None or not jobs:
-            return
-        began = clock()
-        for targets, pixels, job in jobs:
-            made = np.empty((len(targets), self.rows.shape[1]), np.float32)
-            self._encoder.encode([MediaItem(pixels.reshape(job.shape), tuple(job.grid))], [made])
-            self.rows[targets] = made
-        self.seconds = clock() - began
+
+    def _run(
+        self, encoder: VisionEncoder, rows: FloatArray, slots: IntArray, pixels: PixelArray, job: EncodeJob
+    ) -> None:
+        """Compute parts of an item, and write its rows behind the last."""
+        if not job.first_part:
+            made = np.empty((len(slots), rows.shape[1]), np.float32)
+            whole = pixels if job.end_part == NUM_PARTS else pixels.copy()  # a step's memory is its own
+            item = MediaItem(whole.reshape(job.shape), tuple(job.grid))
+            self._begun = _Begun(job.key, made, encoder.begin([item], [made]))
+        begun = self._begun
+        assert begun is not None and begun.key == job.key, "a step goes on with an item that was not begun"
+        if begun.encoding.run(job.end_part):
+            rows[slots] = begun.made
+            self._begun = None
 
     def put(self, ids: IntArray, rows: IntArray, starts: IntArray, counts: IntArray) -> None:
         """Replace the ids of spans by ~i for row i of the cache, on every rank: that of the placeholder's embedding

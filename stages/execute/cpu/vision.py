@@ -1,6 +1,6 @@
 """A vision tower on a CPU: pixels to rows of embeddings of the language model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,8 @@ from pipeline.errors import UserError
 from pipeline.kernels.patches import CENTER, PatchInputs, PixelArray, cut
 from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
+from pipeline.runtime.messages import NUM_PARTS
 from pipeline.runtime.model.kv_groups import scratch
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.shm.available import available_bytes
@@ -44,7 +45,9 @@ class MediaItem:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class Tile:
+    """An image, or a part of one, and where its rows go."""
+
     pixels: PixelArray
     """uint8 [channels, height, width]"""
     out: FloatArray
@@ -96,17 +99,24 @@ class VisionEncoder:
     def encode(self, items: Sequence[MediaItem], out: Sequence[FloatArray]) -> None:
         """Write the rows of each item, float32 [rows, hidden_size]. Without `anyres` they are those of the tiles, one
         after the other. Raises ValueError for pixels or rows that the tower can't take."""
+        self.begin(items, out).run(NUM_PARTS)
+
+    def begin(self, items: Sequence[MediaItem], out: Sequence[FloatArray]) -> "Encoding":
+        """The same in parts, which `Encoding.run` computes. The tower computes one encoding at a time."""
         makes = [self._tile_rows(item, rows) for item, rows in zip(items, out, strict=True)]
         tiles = [tile for item, rows in zip(items, makes, strict=True) for tile in self._tiles(item, rows)]
-        begin = 0
-        while begin < len(tiles):
-            end, num = begin + 1, tiles[begin].num_tokens
-            while end < len(tiles) and end - begin < self._max_num_tiles:
-                if (num := num + tiles[end].num_tokens) > self._max_num_tokens:
-                    break
-                end += 1
-            self._compute(tiles[begin:end])
-            begin = end
+        steps: list[list[Tile]] = []
+        num = 0
+        for tile in tiles:
+            num += tile.num_tokens
+            if not steps or len(steps[-1]) == self._max_num_tiles or num > self._max_num_tokens:
+                steps.append([])
+                num = tile.num_tokens
+            steps[-1].append(tile)
+        return Encoding(self, steps, lambda: self._pack(items, makes, out))
+
+    def _pack(self, items: Sequence[MediaItem], makes: Sequence[FloatArray], out: Sequence[FloatArray]) -> None:
+        """Make rows of those of the tiles."""
         for item, tile_rows, rows in zip(items, makes, out, strict=True):
             if self._newline is not None and self.config.anyres is not None:
                 made = packed(tile_rows, item.grid, self.config.anyres.max_tiles, self._newline)
@@ -135,17 +145,15 @@ class VisionEncoder:
             raise ValueError(f"rows are {out.dtype} {list(out.shape)}, not float32 {[num_rows, shape[2]]}")
         return out.reshape(shape)
 
-    def _tiles(self, item: MediaItem, out: FloatArray) -> list[_Tile]:
+    def _tiles(self, item: MediaItem, out: FloatArray) -> list[Tile]:
         size = self.config.patch_size
         grid = item.pixels.shape[2] // size, item.pixels.shape[3] // size
         num_tokens = grid[0] * grid[1] + self.config.class_token
-        return [_Tile(pixels, rows, grid, num_tokens) for pixels, rows in zip(item.pixels, out, strict=True)]
+        return [Tile(pixels, rows, grid, num_tokens) for pixels, rows in zip(item.pixels, out, strict=True)]
 
-    def _compute(self, tiles: list[_Tile]) -> None:
-        """Compute tiles in one step."""
+    def finish(self, tiles: list[Tile]) -> None:
+        """Write the rows of some tiles, whose hidden states the program has computed."""
         vision, class_token = self.config, int(self.config.class_token)
-        self.fill(tiles)
-        self.program.run()
         hidden, begin = self.program.residual(), 0
         rows = []
         for tile in tiles:
@@ -159,7 +167,7 @@ class VisionEncoder:
             tile.out[:] = made[begin : begin + len(tile.out)]
             begin += len(tile.out)
 
-    def fill(self, tiles: list[_Tile]) -> None:
+    def fill(self, tiles: list[Tile]) -> None:
         """Set the step of some tiles."""
         vision, class_token = self.config, int(self.config.class_token)
         counts: IntArray = np.array([tile.num_tokens for tile in tiles], np.int32)
@@ -179,6 +187,45 @@ class VisionEncoder:
             else:
                 np.take(self._positions, rows, axis=0, out=residual[begin:end])
             begin = end
+
+
+class Encoding:
+    """The computation of some items in parts: the ops of the program, for one step of tiles after the other."""
+
+    def __init__(self, encoder: VisionEncoder, steps: list[list[Tile]], finish: Callable[[], None]) -> None:
+        """`finish` is called behind the last part."""
+        self._encoder, self._steps, self._finish = encoder, steps, finish
+        num_tokens = np.array([sum(tile.num_tokens for tile in tiles) for tiles in steps], np.float64)
+        self._ends = np.cumsum(num_tokens) / num_tokens.sum() * NUM_PARTS
+        """Of each step."""
+        self._step = self._first = 0
+        """The step that is computed, and its first op that is not."""
+        self._op_ends: LongArray = np.zeros(0, np.int64)
+        """Of each op of this step; empty before it."""
+
+    def run(self, end: int) -> bool:
+        """Compute the parts that lack up to `end`, of NUM_PARTS. Returns whether the items have their rows."""
+        program = self._encoder.program
+        while self._step < len(self._steps):
+            tiles, is_last = self._steps[self._step], self._step == len(self._steps) - 1
+            begin = 0.0 if self._step == 0 else self._ends[self._step - 1]
+            if not self._first:
+                self._encoder.fill(tiles)
+                costs = program.op_costs().astype(np.float64)
+                size = self._ends[self._step] - begin
+                self._op_ends = np.ceil(begin + costs.cumsum() / costs.sum() * size).astype(np.int64)
+            num_ops = len(self._op_ends)
+            last = num_ops if is_last and end == NUM_PARTS else int(self._op_ends.searchsorted(end, "right"))
+            last = min(last, num_ops - 1 if is_last and end < NUM_PARTS else num_ops)
+            if last > self._first:
+                program.run_ops(self._first, last)
+                self._first = last
+            if last < num_ops:
+                return False
+            self._encoder.finish(tiles)
+            self._step, self._first = self._step + 1, 0
+        self._finish()
+        return True
 
 
 def _make(library: Library | None, plan: ProgramPlan, patches: PatchInputs) -> "NativeTower | TorchTower":

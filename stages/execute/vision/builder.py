@@ -43,6 +43,16 @@ class TowerBuilder(ProgramBuilder):
         """The projector, which `projected` computes."""
 
     @abstractmethod
+    def op_costs(self) -> FloatArray:
+        """How long each part of the program takes for the step in its inputs, compared with the others: float32
+        [parts]. Parts are what `run_ops` can end with."""
+
+    @abstractmethod
+    def run_ops(self, first: int, end: int) -> None:
+        """Compute the ops from `first` to before `end`, which do not include the projector. All ops of a step are
+        computed in their order, and meanwhile the inputs stay the same."""
+
+    @abstractmethod
     def projected(self, rows: FloatArray) -> FloatArray:
         """The projector's results of rows, float32 [rows, outputs of the last matrix], of float32 [rows, inputs of the
         first one]. Valid until the next call."""

@@ -85,6 +85,11 @@ class EncoderCache:
             self._kept[key] = None
             self.num_kept += len(item.slots)
 
+    def discard(self, key: bytes) -> None:
+        """Its only holder gives up an item that was not encoded."""
+        self.release(key)
+        self._evict(key)
+
     def slots_of(self, key: bytes) -> Int32s:
         """Where an item is that is here."""
         return self._items[key].slots

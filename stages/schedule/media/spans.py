@@ -6,14 +6,17 @@ one that computes the last. Only a step that computes such a position encodes, s
     limit      of the positions that a row lacks, those that this step may compute: up to the first item that finds no
                room. Room is promised to rows in their order, so that what is granted fits
     advance    encode what is not in the cache, hold it, and name the slots that the step's positions read
+
+Beside rows that decode, steps may encode an item in parts. Its room is held from the first part on, by no row. There is
+one such item at most; others wait until it is encoded, or its row is left.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.metrics.media_stats import EncoderCacheCounts
-from pipeline.runtime.messages import EncodeJob
+from pipeline.runtime.messages import NUM_PARTS, EncodeJob
 from pipeline.stages.schedule.arrays import Bools, Int32s, Int64s, Put, Take
 from pipeline.stages.schedule.media.encode_costs import EncodeCosts
 from pipeline.stages.schedule.media.encoder_cache import EncoderCache
@@ -23,13 +26,34 @@ from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 
+class _Begun(NamedTuple):
+    """An item that is encoded in part."""
+
+    key: bytes
+    row: int
+    generation: int
+    num_done: int
+    """Parts"""
+
+
+class _Part(NamedTuple):
+    """What the step that is being planned encodes of an item that it does not read."""
+
+    row: int
+    media: RequestMedia
+    item: int
+    """Its index."""
+    num: int
+    """Parts"""
+
+
 class MediaSpans:
     """Owns the encoder cache, and what the step that is being planned encodes and reads of it."""
 
     def __init__(self, config: SchedulerConfig, rows: RowTracker, put: Put, view: Take) -> None:
         self.is_on = config.num_encoder_rows > 0
         self.cache = EncoderCache(config.num_encoder_rows)
-        self.costs = EncodeCosts(config.prompt_max_slowdown)
+        self.costs = EncodeCosts(config.encode_max_slowdown)
         self._max_chunk = config.max_chunk
         self._rows, self._put, self._view = rows, put, view
         self._held: dict[int, tuple[int, list[bytes]]] = {}
@@ -40,8 +64,12 @@ class MediaSpans:
         """Items that stay in the cache until the step is planned: rows of it need them."""
         self._decodes = False
         """Whether rows decode that encodes delay."""
+        self._begun: _Begun | None = None
+        self._part: _Part | None = None
+        self._has_delayed = self._is_forgiven = False
+        """Whether this plan delays an item for rows that decode; whether the next one may not."""
         self._jobs: list[EncodeJob] = []
-        self._num_rows_encoded = 0
+        self._num_rows_encoded = 0.0
         self._spans: list[tuple[int, int, int]] = []
         self._slots: list[Int32s] = []
 
@@ -51,9 +79,17 @@ class MediaSpans:
         """The plan of a step begins. Returns `limit_all` of all rows."""
         self._promised.clear()
         self._pinned.clear()
+        self._part = None
         self._release_left()
-        self._decodes = bool(np.count_nonzero((need == 1) & ~self._pending(order, starts)))
+        decodes = bool(np.count_nonzero((need == 1) & ~self._pending(order, starts)))
+        self._decodes = decodes and not self._is_forgiven
+        self._has_delayed = self._is_forgiven = False
         return self.limit_all(order, starts, need)
+
+    def forgive(self) -> bool:
+        """Nothing else can be computed. Returns whether an item was delayed, which the next plan will not do."""
+        self._is_forgiven = self._has_delayed
+        return self._is_forgiven
 
     def limit_all(self, order: Int64s, starts: Int64s, need: Int64s) -> Int64s:
         """How many of the positions that rows `need` from `starts` on may be computed by this step, in their order."""
@@ -72,27 +108,52 @@ class MediaSpans:
             return need
         need = min(need, self._max_chunk)
         for index in media.between(start, start + need):
-            key, num_rows = media.items[index].key, media.num_rows[index]
-            if not (self._pin(key) if key in self.cache else key in self._promised or self._promise(key, num_rows)):
+            if not self._may_read(row, media, index):
                 return max(0, media.firsts[index] - start)
         return need
+
+    def _may_read(self, row: int, media: RequestMedia, index: int) -> bool:
+        """Whether this step may compute positions of an item."""
+        key = media.items[index].key
+        if key in self._promised:
+            return True
+        if key in self.cache and (self._begun is None or key != self._begun.key):
+            return self._pin(key)
+        return self._promise(row, media, index)
+
+    def _num_available(self) -> int:
+        """Rows that no one holds or was promised, and that this step does not need."""
+        num_promised = sum(self._promised.values())
+        if (part := self._part) is not None and self._begun is None:
+            num_promised += part.media.num_rows[part.item]
+        return self.cache.num_available(self._pinned) - num_promised
 
     def _pin(self, key: bytes) -> bool:
         """Keep an item in the cache, unless its rows are promised to others."""
         self._pinned.add(key)
-        if self.cache.num_available(self._pinned) >= sum(self._promised.values()):
+        if self._num_available() >= 0:
             return True
         self._pinned.discard(key)
         return False
 
-    def _promise(self, key: bytes, num_rows: int) -> bool:
-        """Promise an item rows, if there is room and time. Beside rows that decode, a step encodes one
-        item at most, and none before they have caught up with what earlier items took."""
-        if self._decodes and (self._promised or self._jobs or self.costs.debt_s > 0):
+    def _promise(self, row: int, media: RequestMedia, index: int) -> bool:
+        """Promise an item rows, if there is room and time. Beside rows that decode, a step encodes one item at most,
+        and as much of it as they put up with."""
+        key, num_rows, begun = media.items[index].key, media.num_rows[index], self._begun
+        if begun is not None and begun.key != key:
             return False
-        if self.cache.num_available(self._pinned) - sum(self._promised.values()) < num_rows:
+        if begun is None and self._num_available() < num_rows:
             return False
-        self._promised[key] = num_rows
+        if self._decodes:
+            self._has_delayed = True
+            if self._promised or self._jobs or self._part is not None:
+                return False
+            num_left = NUM_PARTS - (0 if begun is None else begun.num_done)
+            if (num := self.costs.parts(num_rows, num_left)) < num_left:
+                if num:
+                    self._part = _Part(row, media, index, num)
+                return False
+        self._promised[key] = num_rows if begun is None else 0
         return True
 
     def advance(self, rows: Int64s, starts: Int64s, counts: Int64s) -> None:
@@ -122,20 +183,19 @@ class MediaSpans:
 
     def _hold(self, row: int, media: RequestMedia, index: int) -> None:
         """Hold an item for a row, and encode it if it is not in the cache."""
-        item = media.items[index]
+        key = media.items[index].key
         self.cache.num_queries += 1
-        if item.key in self.cache:
+        if (begun := self._begun) is not None and key == begun.key:  # the row holds it from now on
+            self._promised.pop(key, None)
+            self._begun = None
+            self._encode(row, media, index, begun.num_done, NUM_PARTS)
+        elif key in self.cache:
             self.cache.num_hits += 1
-            self.cache.hold(item.key)
+            self.cache.hold(key)
         else:
-            slots = self.cache.add(item.key, self._promised.pop(item.key), self._pinned)
-            sequence = self._rows.sequences[row]
-            assert sequence is not None
-            pixels = self._put(self._view(media.pixels[index], np.uint8))
-            job = EncodeJob(item.key, self._put(slots), item.grid, pixels, sequence.request.request_id, item.shape)
-            self._jobs.append(job)
-            self._num_rows_encoded += len(slots)
-        self._pinned.add(item.key)  # this step reads it, also if the row needs it no longer
+            self.cache.add(key, self._promised.pop(key), self._pinned)
+            self._encode(row, media, index, 0, NUM_PARTS)
+        self._pinned.add(key)  # this step reads it, also if the row needs it no longer
 
     def counts(self) -> EncoderCacheCounts:
         """Of the cache, and since the start."""
@@ -150,16 +210,36 @@ class MediaSpans:
             encode_s=self.costs.encode_s,
         )
 
-    def take_num_encoded(self) -> int:
-        """Rows that the planned step encodes."""
-        num, self._num_rows_encoded = self._num_rows_encoded, 0
-        return num
+    def _encode(self, row: int, media: RequestMedia, index: int, first: int, end: int) -> None:
+        """Let the step compute these parts of an item that has its rows."""
+        item, sequence = media.items[index], self._rows.sequences[row]
+        assert sequence is not None
+        pixels = b"" if first else self._put(self._view(media.pixels[index], np.uint8))
+        slots = self._put(self.cache.slots_of(item.key))
+        request_id = sequence.request.request_id
+        self._jobs.append(EncodeJob(item.key, slots, item.grid, pixels, request_id, item.shape, first, end))
+        self._num_rows_encoded += media.num_rows[index] * (end - first) / NUM_PARTS
+
+    def take_encoded(self) -> tuple[float, float | None]:
+        """Rows that the planned step encodes, and the predicted seconds; None if no rows decode that wait for it."""
+        if (part := self._part) is not None and self._media_of(part.row) is part.media:
+            key, begun = part.media.items[part.item].key, self._begun
+            if begun is None:
+                self.cache.add(key, part.media.num_rows[part.item], self._pinned)
+            first = 0 if begun is None else begun.num_done
+            self._begun = _Begun(key, part.row, int(self._rows.generation[part.row]), first + part.num)
+            self._encode(part.row, part.media, part.item, first, first + part.num)
+        self._part = None
+        num, self._num_rows_encoded = self._num_rows_encoded, 0.0
+        if not num:
+            return 0.0, 0.0
+        return num, self.costs.spend(num) if self._decodes else None
 
     def take_fields(self) -> dict[str, Any]:
         """The fields of the planned step."""
-        if not self._spans:
-            return {}
         jobs, self._jobs = self._jobs, []
+        if not self._spans:
+            return {"encodes": jobs} if jobs else {}
         rows, starts, counts = (np.array(column, np.int32) for column in zip(*self._spans, strict=True))
         slots = np.concatenate(self._slots)
         self._spans.clear()
@@ -191,8 +271,9 @@ class MediaSpans:
             for key in held:
                 self.cache.release(key)
         self._held.clear()
+        self._drop_begun()
         self.cache.forget_all()
-        self.costs.forgive()
+        self.costs.credit_s = 0.0
 
     def _release_left(self) -> None:
         """Release what rows held that their sequences have left."""
@@ -202,6 +283,15 @@ class MediaSpans:
                 for key in held:
                     self.cache.release(key)
                 del self._held[row]
+        if (begun := self._begun) is not None and not (
+            rows.active[begun.row] and rows.generation[begun.row] == begun.generation
+        ):
+            self._drop_begun()
+
+    def _drop_begun(self) -> None:
+        if self._begun is not None:
+            self.cache.discard(self._begun.key)
+            self._begun = None
 
     def _pending(self, rows: Int64s, starts: Int64s) -> Bools:
         """Which rows have items that they have not computed."""
@@ -210,14 +300,14 @@ class MediaSpans:
 
     def _media_of(self, row: int) -> RequestMedia | None:
         sequence = self._rows.sequences[row]
-        assert sequence is not None
-        return sequence.request.media
+        return None if sequence is None else sequence.request.media
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
         self._release_left()
         assert not (self._jobs or self._spans or self._slots), "a step was planned without what it encodes"
-        self.cache.check([key for _, held in self._held.values() for key in held])
+        begun = [] if self._begun is None else [self._begun.key]
+        self.cache.check([key for _, held in self._held.values() for key in held] + begun)
         for row, (_, held) in self._held.items():
             computed, media = int(self._rows.num_computed_tokens[row]), self._media_of(row)
             assert media is not None and self._rows.flags[row] & RowFlag.MEDIA

@@ -114,7 +114,7 @@ class StepBuilder:
         num_samples = int(np.count_nonzero(computed.samples))
         expected = expect_logprobs(self._rows, computed)
         learns &= expected is None or not expected.prompts  # logprobs of a prompt take longer than its KV
-        num_rows_encoded = self._media.take_num_encoded()
+        num_rows_encoded, encode_s = self._media.take_encoded()
         learns &= not num_rows_encoded  # a pipeline's last stage does not say what they took
         step_id = self._in_flight.next_step_id()
         step_shape = shape if learns else None
@@ -127,7 +127,7 @@ class StepBuilder:
             flags &= ~RowFlag.DRAFTS
         step = InFlightStep(
             step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected, has_drafts, flags,
-            num_rows_encoded=num_rows_encoded,
+            num_rows_encoded=num_rows_encoded, encode_s=encode_s,
         )  # fmt: skip
         self._in_flight.steps.append(step)
         return step_id

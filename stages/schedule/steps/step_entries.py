@@ -79,8 +79,10 @@ class InFlightStep(msgspec.Struct, frozen=True):
     """The flags of all rows (row_flags.py), with DRAFTS only if ids may be proposed in this step."""
     run: DecodeRun | None = None
     """The run that the step repeats a step of."""
-    num_rows_encoded: int = 0
-    """Rows of the encoder cache that the step writes."""
+    num_rows_encoded: float = 0.0
+    """Rows of the encoder cache that the step writes; of items that it encodes in part, as much of them."""
+    encode_s: float | None = 0.0
+    """What that is predicted to take; None if no rows decode that have to wait for it."""
 
 
 class SettledStep(NamedTuple):

@@ -114,7 +114,7 @@ class Histories(RuleBasedStateMachine):
                 waits_for_adapters=waits_for_adapters,
                 states=states,
                 num_encoder_rows=data.draw(self.NUM_ENCODER_ROWS),
-                prompt_max_slowdown=data.draw(self.MAX_SLOWDOWNS),
+                encode_max_slowdown=data.draw(self.MAX_SLOWDOWNS),
                 block_bytes=1,
                 slot_bytes=1,
                 sleep_cache_bytes=num_blocks // 3,

@@ -114,6 +114,7 @@ SETTINGS = {
     "max_step_s": Feature(0.001),
     "long_prompt_tokens": Feature(8),
     "prompt_max_slowdown": Feature(1.5),
+    "encode_max_slowdown": Feature(1.5),
     "long_prompt_max_slowdown": Feature(1.5),
     "hidden_size": Feature(8),
     "kv_groups": Feature((FULL, KVGroup(32)), RowFlag.KV_GROUPS, settings={"num_blocks": 128}),

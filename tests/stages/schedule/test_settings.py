@@ -99,6 +99,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         max_step_ms=125.0,
         long_prompt_tokens=300,
         prompt_max_slowdown=4.5,
+        encode_max_slowdown=1.25,
         long_prompt_max_slowdown=3.5,
     )
     facts = m.ExecuteFacts(
@@ -142,6 +143,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "max_step_s": 0.125,
         "long_prompt_tokens": 300,
         "prompt_max_slowdown": 4.5,
+        "encode_max_slowdown": 1.25,
         "long_prompt_max_slowdown": 3.5,
         "hidden_size": 48,
         "kv_groups": (KVGroup(), KVGroup(9)),

@@ -3,6 +3,8 @@
 import ctypes
 from functools import partial
 
+import numpy as np
+
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.patches import PatchInputs
@@ -58,6 +60,15 @@ class NativeTower(NativeProgram, TowerBuilder):
                 )
             width = outputs
         self._projected = values, width
+
+    def op_costs(self) -> FloatArray:
+        flops: FloatArray = np.array([one for _, one, _ in self.costs()], np.float32)
+        flops += flops.sum() / 1000  # some ops have none
+        return flops
+
+    def run_ops(self, first: int, end: int) -> None:
+        inputs = self._inputs
+        self._library.program_run_ops(self._handle, inputs.num_tokens, inputs.num_rows, first, end)
 
     def projected(self, rows: FloatArray) -> FloatArray:
         address, width = self._given

@@ -68,9 +68,9 @@ class TorchCalls:
         """Record a call."""
         self.calls.append(TorchCall(op, args))
 
-    def run(self) -> None:
-        """Make the calls for the step in `inputs`."""
-        for op, args in self._bind(self.inputs.num_tokens, self.inputs.num_samples):
+    def run(self, first: int = 0, end: int | None = None) -> None:
+        """Make the calls for the step in `inputs`; only those from `first` to before `end`."""
+        for op, args in self._bind(self.inputs.num_tokens, self.inputs.num_samples)[first:end]:
             op(*args)
 
     def view(self, buffer: Buffer) -> Tensor:

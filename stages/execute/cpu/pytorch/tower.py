@@ -36,6 +36,13 @@ class TorchTower(TorchProgram, TowerBuilder):
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
         self._projector = [(*self._linear(matrix.linear), matrix.activation) for matrix in matrices]
 
+    def op_costs(self) -> FloatArray:
+        return np.ones(len(self._calls.calls), np.float32)
+
+    def run_ops(self, first: int, end: int) -> None:
+        with torch.inference_mode():
+            self._calls.run(first, end)
+
     def projected(self, rows: FloatArray) -> FloatArray:
         ops = self._ops
         with torch.inference_mode():

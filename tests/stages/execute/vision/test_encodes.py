@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +136,31 @@ def test_chunks_scattered_rows_and_rows_of_earlier_steps_change_no_bit(driver: D
         driver.clear()
     cached, encode_s = compute(driver, model, slots, 16)
     assert np.array_equal(cached, whole) and encode_s == 0
+
+
+def test_parts_over_several_steps_change_no_bit(driver: Driver, model: Model) -> None:
+    whole, _ = compute(driver, model, np.arange(2 * ROWS), pixels=PIXELS)
+    slots = np.arange(2 * ROWS) + 3
+    job = m.EncodeJob(bytes(16), i32(slots), [0, 0], PIXELS.tobytes(), shape=list(PIXELS.shape))
+    for ends in ([1, 2, 40000, 40001], list(range(0, m.NUM_PARTS, 1000)), [m.NUM_PARTS - 1]):
+        driver.clear()
+        seconds = []
+        for first, end in pairwise([0, *ends[ends[0] == 0 :], m.NUM_PARTS]):
+            part = msgspec.structs.replace(job, first_part=first, end_part=end, pixels=b"" if first else job.pixels)
+            step = msgspec.structs.replace(make_step(), encodes=[part])
+            seconds.append(driver.runner.step(step, take).encode_s)
+        again, encode_s = compute(driver, model, slots)
+        assert np.array_equal(again, whole) and encode_s == 0 and min(seconds) > 0
+
+
+def test_an_item_that_was_begun_is_dropped_for_another(driver: Driver, model: Model) -> None:
+    whole, _ = compute(driver, model, np.arange(2 * ROWS), pixels=PIXELS)
+    driver.clear()
+    shape = [1, *PIXELS.shape[1:]]
+    other = m.EncodeJob(bytes([1] * 16), i32(range(ROWS)), [0, 0], PIXELS[:1].tobytes(), 0, shape, 0, 30000)
+    driver.runner.step(msgspec.structs.replace(make_step(), encodes=[other]), take)
+    again, _ = compute(driver, model, np.arange(2 * ROWS), pixels=PIXELS)
+    assert np.array_equal(again, whole)
 
 
 def test_a_row_that_has_ended_reads_nothing(driver: Driver, model: Model) -> None:

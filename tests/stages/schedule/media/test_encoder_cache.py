@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.runtime.messages import NUM_PARTS
 from pipeline.stages.schedule.media.encode_costs import EncodeCosts
 from pipeline.stages.schedule.media.encoder_cache import EncoderCache
 
@@ -71,15 +72,44 @@ def test_no_row_is_lost_or_has_two_items(actions: list[tuple[str, str]]) -> None
     assert cache.num_available() == 12
 
 
-def test_steps_without_images_pay_back_what_an_image_took() -> None:
-    costs = EncodeCosts(2.0)
-    costs.observe(64, 0.64, 0.65, num_decodes=4)
+def learned(max_slowdown: float) -> EncodeCosts:
+    """A row takes 10 ms, and so does a step in which rows decode."""
+    costs = EncodeCosts(max_slowdown)
+    assert 0 < costs.parts(64, NUM_PARTS) < NUM_PARTS / 16, "no one knows yet how long they take"
+    costs.observe(64, None, 0.64, 0.65, decodes=True, decodes_only=False)
     assert costs.row_s == pytest.approx(0.01)
-    assert costs.debt_s == pytest.approx(0.64)
-    for _ in range(63):
-        costs.observe(0, 0.0, 0.01, num_decodes=4)
-    assert costs.debt_s > 0
-    costs.observe(0, 0.0, 0.02, num_decodes=4)
-    assert costs.debt_s == 0
-    costs.observe(64, 0.64, 0.65, num_decodes=0)
-    assert costs.debt_s == 0, "no one waited"
+    costs.observe(0, 0.0, 0.0, 0.01, decodes=True, decodes_only=True)
+    return costs
+
+
+def decode(costs: EncodeCosts, num_rows: float = 0, planned_s: float = 0.0, encode_s: float = 0.0) -> None:
+    costs.observe(num_rows, planned_s, encode_s, 0.01 + encode_s, decodes=True, decodes_only=True)
+
+
+def test_each_step_encodes_as_much_as_rows_that_decode_put_up_with() -> None:
+    costs = learned(1.2)
+    for _ in range(50):
+        parts = costs.parts(64, NUM_PARTS)
+        num_rows = 64 * parts / NUM_PARTS
+        assert num_rows * 0.01 == pytest.approx(0.002, rel=0.01)
+        decode(costs, num_rows, costs.spend(num_rows), num_rows * 0.01)
+    assert costs.parts(64, 5) == 5
+
+
+def test_later_steps_pay_back_what_took_longer_than_planned() -> None:
+    costs = learned(1.2)
+    decode(costs, 0.1, costs.spend(0.1), 0.021)
+    waits = 0
+    while not costs.parts(64, NUM_PARTS):
+        decode(costs)
+        waits += 1
+    assert 9 <= waits <= 11
+
+
+def test_steps_earn_no_more_than_they_may_plan_at_once() -> None:
+    costs = learned(1.2)
+    for _ in range(100):
+        decode(costs)
+    assert costs.credit_s == pytest.approx(0.004)
+    costs.observe(64, None, 0.64, 0.65, decodes=True, decodes_only=False)
+    assert costs.credit_s == 0, "no one waited"

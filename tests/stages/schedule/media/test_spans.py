@@ -1,17 +1,21 @@
 """Which steps encode an item, who holds its rows, and what becomes of them when sequences leave."""
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config, media_item
 
 ROWS = 40
+FACTS = m.ExecuteFacts(100, 16, 512, 30000)
 
 
 def prompt_of(*names: str, text: int = 4) -> tuple[list[int], list[m.MediaItem]]:
@@ -25,8 +29,8 @@ def prompt_of(*names: str, text: int = 4) -> tuple[list[int], list[m.MediaItem]]
     return [*prompt, *range(200, 210)], media
 
 
-def bench_of(**changes: Any) -> Bench:
-    return Bench(config(**({"num_encoder_rows": ROWS, "num_blocks": 200} | changes)), depth=changes.get("depth", 1))
+def bench_of(depth: int = 1, **changes: Any) -> Bench:
+    return Bench(config(**({"num_encoder_rows": ROWS, "num_blocks": 200} | changes)), depth)
 
 
 def admit(bench: Bench, *names: str, max_tokens: int = 4, **others: Any) -> int:
@@ -156,25 +160,116 @@ def test_items_are_encoded_again_behind_a_sleep() -> None:
     assert num_encoded(bench) == {"a": 1}
 
 
-def test_beside_rows_that_decode_images_come_one_by_one_and_the_rows_catch_up() -> None:
-    bench = bench_of(num_encoder_rows=4 * ROWS, max_num_batched_tokens=64, prompt_max_slowdown=2.0, max_num_seqs=8)
-    bench.admit(range(5), max_tokens=200)
-    for _ in range(3):
+def bench_with_stream(depth: int = 1, **changes: Any) -> Bench:
+    """A stream decodes, and the time of an encode is known: 40 ms, which is that of 20 steps of the stream."""
+    fields = {"num_encoder_rows": 4 * ROWS, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    bench = bench_of(depth, **{**fields, "encode_max_slowdown": 1.5, **changes})
+    admit(bench, "first", max_tokens=1)
+    bench.run()
+    bench.admit(range(5), max_tokens=400)
+    for _ in range(6):
         bench.fill()
-        bench.answer()
-    for name in "abc":
-        admit(bench, name, max_tokens=1)
-    encodes = []
-    while len(bench.finished) < 3:
-        bench.fill()
-        encodes.append(len(bench.steps[-1].encodes))
         bench.answer()
         bench.report()
-    first, second, third = (index for index, num in enumerate(encodes) if num)
-    assert max(encodes) == 1
-    # An item takes 40 ms here, a step of decoding rows 2 ms.
-    assert second - first > 10 and third - second > 10
+    return bench
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_beside_rows_that_decode_steps_encode_parts(depth: int) -> None:
+    bench = bench_with_stream(depth)
+    for name in "abc":
+        admit(bench, name, max_tokens=1)
+    parts: dict[bytes, list[tuple[int, int]]] = {}
+    num_steps, seconds = 0, 0.0
+    while len(bench.finished) < 4:
+        bench.fill()
+        step = bench.steps[0]
+        assert len(step.encodes) <= 1
+        parts_s = sum(0.04 * (job.end_part - job.first_part) / m.NUM_PARTS for job in step.encodes)
+        assert parts_s <= 0.0021, "a step takes 2 ms without"
+        seconds += parts_s
+        num_steps += 1
+        for job in step.encodes:
+            parts.setdefault(job.key, []).append((job.first_part, job.end_part))
+        bench.answer()
+        bench.report()
+    assert len(parts) == 3
+    for each in parts.values():
+        assert len(each) > 10 and each[0][0] == 0 and each[-1][1] == m.NUM_PARTS
+        assert all(before[1] == after[0] for before, after in pairwise(each))
+    assert seconds == pytest.approx(3 * 0.04) and seconds < 0.55 * 0.002 * num_steps
     finish(bench)
+    assert num_encoded(bench) == dict.fromkeys(("first", "a", "b", "c"), 1)
+
+
+@pytest.mark.parametrize("limit", [1.25, 2.0])
+def test_images_slow_down_streams_by_the_limit(limit: float) -> None:
+    chosen = SchedulerConfig.of(ScheduleSettings(encode_max_slowdown=limit), FACTS).encode_max_slowdown
+    bench = bench_with_stream(encode_max_slowdown=chosen)
+    admit(bench, "a", max_tokens=1)
+    num_steps = 0
+    while "a" not in num_encoded(bench):
+        bench.fill()
+        bench.answer()
+        num_steps += 1
+    assert num_steps == pytest.approx(0.04 / (0.002 * (limit - 1)), rel=0.1)
+
+
+def begin(bench: Bench, name: str = "a", **others: Any) -> int:
+    """A request whose image is encoded in part."""
+    number = admit(bench, name, **others)
+    for _ in range(4):
+        bench.fill()
+        bench.answer()
+        bench.report()
+    bench.check()
+    assert bench.scheduler.media.cache.num_held == ROWS
+    assert name not in num_encoded(bench)
+    return number
+
+
+def test_the_rest_of_an_item_is_encoded_at_once_when_nothing_decodes() -> None:
+    bench = bench_with_stream()
+    stream = max(bench.opened)
+    begin(bench)
+    bench.abort(stream)
+    bench.fill()
+    bench.answer()
+    assert num_encoded(bench) == {"first": 1, "a": 1}
+    finish(bench)
+
+
+def test_an_item_that_is_encoded_in_part_is_given_up_with_its_request() -> None:
+    bench = bench_with_stream()
+    bench.abort(begin(bench))
+    bench.fill()
+    bench.answer()
+    bench.check()
+    assert bench.scheduler.media.cache.num_held == 0
+    begin(bench)
+    finish(bench)
+    assert num_encoded(bench) == {"first": 1, "a": 1}
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_an_item_that_is_encoded_in_part_is_given_up_when_its_row_is_preempted(preemption: str) -> None:
+    bench = bench_with_stream(num_swap_blocks=20, kv_offload=False, preemption=preemption)
+    begin(bench)
+    begun = bench.scheduler.media._begun
+    assert begun is not None
+    bench.scheduler.lifecycle.preempt(begun.row)
+    bench.check()
+    finish(bench)
+    assert num_encoded(bench) == {"first": 1, "a": 1}
+
+
+def test_an_item_that_is_encoded_in_part_begins_again_when_the_executor_has_died() -> None:
+    bench = bench_with_stream()
+    begin(bench)
+    bench.lose_executor(0)
+    bench.check()
+    finish(bench)
+    assert num_encoded(bench) == {"a": 1}
 
 
 def test_text_does_nothing_for_images() -> None:
