@@ -1,5 +1,6 @@
 """`pipeline chat` with a fake server with scripted answers: in a terminal, and through a pipe."""
 
+import contextlib
 import io
 import json
 import subprocess
@@ -30,9 +31,15 @@ def chat(server: FakeChat | str, *args: str) -> list[str]:
 
 
 def piped(text: str, server: FakeChat | str, *args: str) -> tuple[int, str, str]:
-    """Returns exit code, standard output and standard error."""
-    done = subprocess.run(chat(server, *args), cwd=ROOT, input=text, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout, done.stderr
+    """Chat in this process. Returns exit code, standard output and standard error."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        patch.setattr("sys.stdin", io.StringIO(text))
+        code = main(chat(server, *args)[3:])
+    return code, out.getvalue(), err.getvalue()
 
 
 # -------------------------------------------------------------------------------------------------------- in a terminal
@@ -196,11 +203,9 @@ def test_an_answer_cannot_send_control_sequences_to_the_terminal() -> None:
 
 def test_each_line_of_a_pipe_is_a_question_and_only_answers_are_printed() -> None:
     with FakeChat() as server:
-        assert piped("one\n\n  \ntwo\n/reset\n/tmp is a folder\n", server) == (
-            0,
-            "1: one \n3: two \n1: /tmp is a folder \n",
-            "",
-        )
+        text = "one\n\n  \ntwo\n/reset\n/tmp is a folder\n"
+        done = subprocess.run(chat(server), cwd=ROOT, input=text, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "1: one \n3: two \n1: /tmp is a folder \n", "")
         assert piped("", server) == (0, "", "")
 
 

@@ -25,6 +25,7 @@ from tests.e2e.recovery.test_recovery import RESTARTED, assert_same, kill, pids
 from tests.e2e.recovery.test_swap import NUM_TRIES, complete, counted, sets
 from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
+from tests.slices import ALL_CASES
 
 MAX_TOKENS = 24
 MOMENTS = (1, 40, 120)
@@ -282,28 +283,29 @@ def test_a_file_in_a_folder_holds_what_was_saved(tiny_model: Path, tmp_path: Pat
         assert not server.leftovers()
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "execute.tensor_parallel=2",
-        "execute.pipeline_parallel=2",
-        "execute.kernels=torch",
-        "execute.kv_dtype=int8",
-        "speculative.method=ngram",
-        "execute.swap_bytes=2MiB",
-    ],
-)
-def test_any_executor_on_a_cpu_may_leave(tiny_model: Path, rule: str) -> None:
+OF_ONE = ("execute.kv_dtype=int8", "speculative.method=ngram", "execute.swap_bytes=2MiB")
+"""What an executor of one rank has together, and with all cases alone, too."""
+EXECUTORS = [
+    ("execute.tensor_parallel=2",),
+    ("execute.pipeline_parallel=2",),
+    ("execute.kernels=torch",),
+    OF_ONE,
+    *([(rule,) for rule in OF_ONE] if ALL_CASES else []),
+]
+
+
+@pytest.mark.parametrize("rules", EXECUTORS, ids=", ".join)
+def test_any_executor_on_a_cpu_may_leave(tiny_model: Path, rules: tuple[str, ...]) -> None:
     """All of its ranks, if there are several."""
     prompts = [[5, 6, 7], [9] * 40, [3 + number % 50 for number in range(70)]]
     with Server(
-        *sets(tiny_model, "0"), "execute.kv_cache_bytes=1MiB", "gateway.enable_sleep_mode=true", rule
+        *sets(tiny_model, "0"), "execute.kv_cache_bytes=1MiB", "gateway.enable_sleep_mode=true", *rules
     ) as server:
         alone = [complete(server, prompt, 150)["choices"] for prompt in prompts]
         num_recomputed = recomputed(server)
         with ThreadPoolExecutor(len(prompts)) as clients:
             answers = [clients.submit(complete, server, prompt, 150) for prompt in prompts]
-            for _ in range(1 if rule == "execute.kernels=torch" else 3):  # importing torch takes seconds
+            for _ in range(1 if "execute.kernels=torch" in rules else 3):  # importing torch takes seconds
                 sleep(server)
                 wake_up(server)
             assert [answer.result()["choices"] for answer in answers] == alone
