@@ -135,22 +135,21 @@ def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
             ggufs = list(folder.glob("*.gguf"))
             if ggufs:
                 identity = f"{wheel.pin.wheel}|{gguf_files.state(ggufs)}"
-                return _converted_gguf(ggufs, identity, settings, cache, progress)
+                return _converted_gguf(ggufs, None, identity, settings, cache, progress)
             return _converted_folder(folder, wheel.name, settings, cache, progress)
         case GgufSource(path):
-            paths = gguf_files.parts_of(path)
-            return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
+            return _converted_gguf_file(path, settings, cache, progress)
         case FolderSource(path):
             if (gguf := gguf_files.only_model_in(path)) is not None:
-                paths = gguf_files.parts_of(gguf)
-                return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
+                return _converted_gguf_file(gguf, settings, cache, progress)
             return _converted_folder(path, path.name, settings, cache, progress)
         case HubSource() as source:
             snapshot = find_or_fetch(source, progress, check_of(settings), settings.supervisor.prepare_timeout_s)
             origin = str(source_of_snapshot(source, snapshot))
             if snapshot.ggufs:
-                identity = gguf_files.state(snapshot.ggufs)
-                return _converted_gguf(snapshot.ggufs, identity, settings, cache, progress, origin)
+                projector = snapshot.projector
+                identity = gguf_files.state([*snapshot.ggufs, *([projector] if projector else [])])
+                return _converted_gguf(snapshot.ggufs, projector, identity, settings, cache, progress, origin)
             # The commit identifies the content, so the snapshot's files need no `stat`.
             identity = f"{source.repo}@{snapshot.commit}|{snapshot.folder}"
             return _converted_folder(snapshot.folder, source.repo, settings, cache, progress, identity, origin)
@@ -205,14 +204,29 @@ def _stored_as(settings: Settings) -> PreparedFormat:
             return stored
 
 
+def _converted_gguf_file(path: Path, settings: Settings, cache: Cache, progress: Progress) -> Path:
+    """The model of a file, or of all parts beside it, with the vision tower that is beside it."""
+    paths = gguf_files.parts_of(path)
+    projector = gguf_files.projector_beside(paths[0])
+    identity = gguf_files.state([*paths, *([projector] if projector else [])])
+    return _converted_gguf(paths, projector, identity, settings, cache, progress)
+
+
 def _converted_gguf(
-    paths: list[Path], identity: str, settings: Settings, cache: Cache, progress: Progress, origin: str = ""
+    paths: list[Path],
+    projector: Path | None,
+    identity: str,
+    settings: Settings,
+    cache: Cache,
+    progress: Progress,
+    origin: str = "",
 ) -> Path:
-    """`paths` are the parts of the model, `identity` identifies their content. `origin` is what `settings.model` would
-    name them with; by default the first path."""
+    """`paths` are the parts of the model, `projector` is the file of its vision tower; `identity` identifies their
+    content. `origin` is what `settings.model` would name them with; by default the first path."""
     if settings.hf_overrides:
         raise ModelError(f"hf_overrides: {paths[0].name} has no config.json, so there is nothing to override")
     quantization = _stored_as(settings)
+    files = [*paths, *([projector] if projector else [])]
 
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.gguf.in_place import moved
@@ -223,16 +237,16 @@ def _converted_gguf(
         name = name_of(paths[0])
         made_as = f"{FORMAT}|gguf|{quantization}"
         if quantization == "auto":  # most tensors stay in place: reading them takes longer than all else
-            content = same_files(paths, made_as)
+            content = same_files(files, made_as)
         else:
             with progress.measure(f"reading {name}") as report:
-                content = content_of(paths, made_as, report)
+                content = content_of(files, made_as, report)
         if (twin := link_twin(cache, content, folder)) is not None:
             progress.say(f"{name} has the content of {twin.name}: both share one copy of the weights")
             moved(paths, folder)
             msgspec.structs.replace(ModelConfig.load(folder), name=name).save(folder)
             return
-        convert(paths, folder, quantization, progress, parts)
+        convert(paths, folder, quantization, progress, parts, projector)
         add_reply_ends(folder, settings.supervisor.start_timeout_s)
         (folder / CONTENT).write_text(content, encoding="utf-8")
 

@@ -11,15 +11,19 @@ All of them take more memory than in the file. Functions take and return blocks:
 Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c (`dequantize_row_*`)
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from pipeline.stages.prepare.weights.weight_file import BLOCKS, Format
+from pipeline.stages.prepare.gguf.file import GgufTensor
+from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.weights.weight_file import BLOCKS, Format, rows_at_once
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -111,3 +115,42 @@ def summary(stored: Iterable[tuple[Kind, Format]]) -> str:
     ]
     kept = [f"{num} stay {kind.name}" for (kind, format), num in counts.items() if NATIVE.get(kind) == format]
     return f"matrices: {', '.join([*changed, *kept])}" if changed else ""
+
+
+def rotated_halves(num_rows: int, head_dim: int) -> "np.ndarray[Any, Any]":
+    """For each row of q or k, its row in a file whose adjacent rows rotate together.
+
+    For a head of size 6 the file has rows 0 3 1 4 2 5.
+    """
+    return np.arange(num_rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def pieces_of(
+    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", keeps_blocks: bool, path: Path
+) -> Iterator["np.ndarray[Any, Any]"]:
+    """A tensor a few rows at a time: blocks if `keeps_blocks`, else float32 values. Blocks that the kernels don't read
+    become those of another format.
+
+    A row is whole blocks in every format, so rows can be reordered without decoding them.
+    """
+    block, _ = gguf.GGML_QUANT_SIZES[tensor.kind]
+    if len(tensor.shape) == 1 and block > 1:
+        raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}; a vector must be F32, F16 or BF16")
+    rows = tensor.shape[0] if len(tensor.shape) > 1 or order is not None else 1
+    data = tensor.data.reshape(rows, -1)
+    step = rows_at_once(math.prod(tensor.shape) // rows)
+    for start in range(0, data.shape[0], step):
+        stop = start + step
+        piece = np.ascontiguousarray(data[start:stop] if order is None else data[order[start:stop]])
+        try:
+            with np.errstate(all="ignore"):  # scales may be infinite or NaN
+                if not keeps_blocks:
+                    numbers = gguf.dequantize(piece, tensor.kind)
+                elif tensor.kind in CONVERSIONS:
+                    numbers = CONVERSIONS[tensor.kind][1](piece)
+                else:
+                    numbers = piece
+        except (NotImplementedError, ValueError) as error:
+            raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
+        yield numbers
+    tensor.release()

@@ -7,7 +7,6 @@ reverses that. `architectures.py` says for which. Others are not permuted.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import encoders, gemma4
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
-from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
+from pipeline.stages.prepare.gguf.conversions import format_of, pieces_of, rotated_halves, summary
 from pipeline.stages.prepare.gguf.drafts import DRAFTS, split_drafts
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.in_place import is_kept, write_indexes
@@ -42,12 +41,13 @@ from pipeline.stages.prepare.gguf.tensor_names import FIRST_EXPERT, STACKED, dif
 from pipeline.stages.prepare.gguf.tokenizers import tokenizer
 from pipeline.stages.prepare.gguf.tokenizers.vocabulary import adds_bos, read_vocabulary
 from pipeline.stages.prepare.gguf.unused_keys import refuse_changes, unused
+from pipeline.stages.prepare.gguf.vision import mmproj
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.gguf_files import model_name
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.weights.tensors import Shape, expected_shapes
-from pipeline.stages.prepare.weights.weight_file import WEIGHTS, rows_at_once, stored_tensors, write_weights
+from pipeline.stages.prepare.weights.weight_file import WEIGHTS, stored_tensors, write_weights
 
 LONG_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -94,10 +94,15 @@ _QUANTIZATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.I
 
 
 def convert(
-    paths: list[Path], folder: Path, quantization: PreparedFormat, progress: Progress, parts: Parts | None = None
+    paths: list[Path],
+    folder: Path,
+    quantization: PreparedFormat,
+    progress: Progress,
+    parts: Parts | None = None,
+    projector: Path | None = None,
 ) -> None:
     """Write the model of a .gguf file, or of all its parts in order, to `folder`. `parts` has what is in them, if they
-    have been read.
+    have been read. `projector` is the file of its vision tower.
 
     Raises ModelError if it can't be served, or if the parts don't belong together.
     """
@@ -118,7 +123,7 @@ def convert(
     refuse_changes(metadata, _architecture(metadata)[0], config)
 
     def floats(tensor: GgufTensor) -> "np.ndarray[Any, Any]":
-        return np.concatenate([piece.reshape(-1) for piece in _pieces(tensor, None, False, path)])
+        return np.concatenate([piece.reshape(-1) for piece in pieces_of(tensor, None, False, path)])
 
     name = _architecture(metadata)[0]
     pooler = encoders.pooler_of(metadata, name, config, tensors, floats)
@@ -136,12 +141,15 @@ def convert(
         tensor = tensors[names[name]]
         keeps_blocks = targets[name].format == formats[name]
         order = _row_order(name, tensor, config) if interleaved_rope else None
-        found = _pieces(tensor, order, keeps_blocks, path)
+        found = pieces_of(tensor, order, keeps_blocks, path)
         return delta_net.logarithms(found, tensor.name) if tensor.name.endswith(f".{delta_net.RATES}") else found
 
     vocabulary = read_vocabulary(metadata, config.vocab_size)
     config = msgspec.structs.replace(config, eos_ids=vocabulary.end_ids, special_tokens=vocabulary.names)
-    tokenizer.build(vocabulary, str(path), progress.say).save(str(folder / "tokenizer.json"))
+    built = tokenizer.build(vocabulary, str(path), progress.say)
+    built.save(str(folder / "tokenizer.json"))
+    if projector is not None:
+        notes += mmproj.add_to_folder(projector, config, built, folder, progress)
     _write_templates(metadata, folder)
     kept = {
         name for name, target in targets.items() if quantization == "auto" and is_kept(tensors[names[name]], target)
@@ -281,6 +289,8 @@ def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
     found = metadata.need("general.architecture", str)
     if found in GGUF_ARCHITECTURES:
         return found, GGUF_ARCHITECTURES[found]
+    if found == mmproj.ARCHITECTURE:
+        raise ModelError(f"{metadata.path} is a projector of images: name the file of its language model beside it")
     what = "an encoder that" if found in ENCODERS else "which"
     raise ModelError(
         f"{metadata.path}: general.architecture is {shown(found)}, {what} is not supported; `pipeline models "
@@ -342,46 +352,9 @@ def _without_ones(shape: Shape) -> Shape:
 
 
 def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":
-    """For each row of q or k, its row in a file with `interleaved_rope`; None for other tensors.
-
-    For a head of size 6 the file has rows 0 3 1 4 2 5.
-    """
-    if not _is_rotated(name):
-        return None
-    rows = np.arange(tensor.shape[0])
-    return rows.reshape(-1, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    """For each row of q or k, its row in a file with `interleaved_rope`; None for other tensors."""
+    return rotated_halves(tensor.shape[0], config.head_dim) if _is_rotated(name) else None
 
 
 def _is_rotated(name: str) -> bool:
     return "q_proj" in name or "k_proj" in name
-
-
-def _pieces(
-    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", keeps_blocks: bool, path: Path
-) -> Iterator["np.ndarray[Any, Any]"]:
-    """A tensor a few rows at a time: blocks if `keeps_blocks`, else float32 values. Blocks that the kernels don't read
-    become those of another format.
-
-    A row is whole blocks in every format, so rows can be reordered without decoding them.
-    """
-    block, _ = gguf.GGML_QUANT_SIZES[tensor.kind]
-    if len(tensor.shape) == 1 and block > 1:
-        raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}; a vector must be F32, F16 or BF16")
-    rows = tensor.shape[0] if len(tensor.shape) > 1 or order is not None else 1
-    data = tensor.data.reshape(rows, -1)
-    step = rows_at_once(math.prod(tensor.shape) // rows)
-    for start in range(0, data.shape[0], step):
-        stop = start + step
-        piece = np.ascontiguousarray(data[start:stop] if order is None else data[order[start:stop]])
-        try:
-            with np.errstate(all="ignore"):  # scales may be infinite or NaN
-                if not keeps_blocks:
-                    numbers = gguf.dequantize(piece, tensor.kind)
-                elif tensor.kind in CONVERSIONS:
-                    numbers = CONVERSIONS[tensor.kind][1](piece)
-                else:
-                    numbers = piece
-        except (NotImplementedError, ValueError) as error:
-            raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
-        yield numbers
-    tensor.release()

@@ -169,8 +169,15 @@ def quantize(
     write_weights(folder, targets, pieces, next(iter(stored.values()))[0].parent, report)
 
 
-def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, source: Path, report: Report) -> None:
-    """Write `WEIGHTS` in `folder`, several tensors at a time on all cores, each a piece at a time.
+def write_weights(
+    folder: Path,
+    targets: Mapping[str, Stored],
+    pieces: Pieces,
+    source: Path,
+    report: Report,
+    file_name: str = WEIGHTS,
+) -> None:
+    """Write a file in `folder`, several tensors at a time on all cores, each a piece at a time.
 
     Raises ModelError, naming the tensor and `source`, if values don't fit their format or the disk is full.
     """
@@ -203,7 +210,7 @@ def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, s
         assert written == target.num_bytes, f"wrote {written} bytes of {name}, not {target.num_bytes}"
 
     failed = Event()
-    with (folder / WEIGHTS).open("xb", buffering=0) as file:
+    with (folder / file_name).open("xb", buffering=0) as file:
         _write_at(file, np.frombuffer(header, np.uint8), 0)
         with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
             # The largest tensors first, so that no thread is left alone with one.

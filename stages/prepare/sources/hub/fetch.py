@@ -49,9 +49,14 @@ def _fetch(source: HubSource, progress: Progress, check: Callable[[Path], None],
         first = quantizations.choose(source, models)
         parts = quantizations.parts_of(first, names)
         _require_architecture(repository.info, source)
-        repository.get(parts)
+        projector = quantizations.projector_of(first, names)
+        repository.get([*parts, *([projector] if projector else [])])
         found = Snapshot(
-            repository.folder, repository.commit, [repository.folder / name for name in parts], models[first]
+            repository.folder,
+            repository.commit,
+            [repository.folder / name for name in parts],
+            models[first],
+            repository.folder / projector if projector else None,
         )
     else:
         names = _wanted(source, names, repository.get_small)

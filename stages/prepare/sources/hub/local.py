@@ -34,6 +34,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Empty if the folder is the model."""
     quantization: str = ""
     """Of the .gguf model, if its name has one."""
+    projector: Path | None = None
+    """The file of its vision tower."""
 
 
 def cache_folder() -> Path:
@@ -87,7 +89,8 @@ def find(source: HubSource) -> Snapshot | None:
         parts = [folder / name for name in quantizations.parts_of(first, names)]
     except ModelError:
         return None  # the repository may have it
-    return Snapshot(folder, snapshot.commit, parts, models[first])
+    projector = quantizations.projector_of(first, names)
+    return Snapshot(folder, snapshot.commit, parts, models[first], folder / projector if projector else None)
 
 
 def find_or_fetch(source: HubSource, progress: Progress, check: Callable[[Path], None], timeout_s: float) -> Snapshot:

@@ -1,6 +1,6 @@
 """The .gguf files of a repository: which are models, their quantizations, and which one is meant.
 
-NAME-Q4_K_M.gguf  NAME.Q8_0.gguf  UD-Q4_K_XL/NAME-UD-Q4_K_XL-00001-of-00003.gguf  mmproj-F16.gguf (for images: no model)
+NAME-Q4_K_M.gguf  NAME.Q8_0.gguf  UD-Q4_K_XL/NAME-UD-Q4_K_XL-00001-of-00003.gguf  mmproj-F16.gguf (a vision tower)
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
 from pipeline.config.closest import closest
-from pipeline.stages.prepare.sources.gguf_files import PART
+from pipeline.stages.prepare.sources.gguf_files import PART, is_beside, is_projector, projector_for, stem_of
 from pipeline.stages.prepare.sources.source import HubSource, ModelError
 
 DEFAULT = "Q4_K_M"
@@ -36,8 +36,6 @@ _QUANTIZATION = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|TQ\d_\d))$", re.IGNORECASE
 )
 _OTHER_SPELLINGS = {"FP16": "F16", "FP32": "F32"}
-_NO_MODEL = ("mmproj", "imatrix")
-"""Parts of the names of .gguf files that belong to a model: its projector of images, and statistics."""
 
 
 def models_of(names: Iterable[str]) -> dict[str, str]:
@@ -45,7 +43,7 @@ def models_of(names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in sorted(names):
         path = PurePosixPath(name)
-        if path.suffix.lower() != ".gguf" or any(part in path.name.lower() for part in _NO_MODEL):
+        if path.suffix.lower() != ".gguf" or is_beside(path.name):
             continue
         part = PART.fullmatch(path.stem)
         if part is None or int(part["number"]) == 1:
@@ -70,6 +68,15 @@ def parts_of(name: str, names: Iterable[str]) -> list[str]:
     if missing := set(parts) - set(names):
         raise ModelError(f"{name} is one of {len(parts)} parts, and {min(missing)} is not beside it in the repository")
     return parts
+
+
+def projector_of(name: str, names: Iterable[str]) -> str | None:
+    """The file with the vision tower of the model that has the file `name`; None if the repository has none."""
+    names = list(names)
+    models = {stem_of(PurePosixPath(each)) for each in models_of(names)}
+    projectors = [PurePosixPath(each) for each in names if each.lower().endswith(".gguf") and is_projector(each)]
+    found = projector_for(PurePosixPath(name), projectors, len(models) < 2)
+    return None if found is None else str(found)
 
 
 def choose(source: HubSource, models: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture(scope="module")
 def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Repositories have one model in several quantizations, some in parts, and a projector of images."""
+    """Repositories have one model in several quantizations, some in parts."""
     folder = tmp_path_factory.mktemp("ggufs")
     model = checkpoints.tiny_llama()
     checkpoints.save_gguf(folder / "Tiny-F16.gguf", model)
@@ -40,7 +40,7 @@ def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert len(files) == 4 and max(map(len, files.values())) > CUT
     q8 = {f"Q8_0/{name}": data for name, data in files.items() if "Q8_0" in name}
-    more = {"mmproj-Q8_0.gguf": b"not to be fetched", "README.md": b"neither", "config.json": b"{}"}
+    more = {"a-imatrix.gguf": b"not to be fetched", "README.md": b"neither", "config.json": b"{}"}
     return {"Tiny-F16.gguf": files["Tiny-F16.gguf"], **q8, **more}
 
 
