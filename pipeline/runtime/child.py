@@ -81,6 +81,8 @@ def main(launch_fd: int, fds: Sequence[int] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         pass
     except BaseException as error:
+        if _is_interrupt(error):
+            _exit(0)
         reason = str(error) or type(error).__name__
         if not isinstance(error, UserError):
             log.exception("failed")
@@ -93,6 +95,15 @@ def main(launch_fd: int, fds: Sequence[int] | None = None) -> NoReturn:
 def _interrupted(*_: object) -> NoReturn:
     signal.signal(INTERRUPT, lambda *_: None)  # with SIG_IGN, one that is pending would be an error
     raise KeyboardInterrupt
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an interrupt caused it. Python 3.11 raises RuntimeError if one comes in a descriptor's `__set_name__`, so
+    in the import of each module with a dataclass."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _exit(code: int) -> NoReturn:
