@@ -31,6 +31,7 @@ from pipeline.http_server.sockets.slow_clients import (
 )
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.admission.unread import UnreadOutput
 from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM, ReplyEvents
@@ -38,6 +39,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.early_stream import BEGUN, STREAM_HEADERS, keep_alive_of
 from pipeline.stages.gateway.http.keep_alive import KeepAlive
 from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.replies.part_turns import StreamTurns
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
 from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE
 
@@ -181,14 +183,16 @@ async def send_stream(
         continuation.check_text()
         continuation.run(events)
 
+    turns = StreamTurns(request.parsed, client_address(http_request.transport))
+
     def due(data: bytes = b"") -> bytes:
-        data += events.due()
+        data += turns.run(events.due)
         return data if points is None else data + points.after(data, has_more=events.has_more)
 
     def push() -> bool:
-        """Write events at once, unless the client is slow."""
+        """Write events at once, unless the client is slow, or many streams have much to write."""
         transport = http_request.transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() or not turns.has_time:
             return False
         backlog.end()
         if data := due():
@@ -203,6 +207,7 @@ async def send_stream(
             await response.prepare(http_request)
             http_request.writer.send_headers()
         is_rest = False
+        await turns.take()
         data = due(b"" if is_continued else events.first())
         with KeepAlive(
             http_request,
@@ -218,6 +223,7 @@ async def send_stream(
                         await asyncio.sleep(0)
                     else:
                         await request.change(push)
+                    await turns.take()
                 except ApiError as error:
                     data = due() + (b"" if points is None else points.failed(error)) + events.failed(error)
                     break

@@ -23,6 +23,7 @@ from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.open_requests.timings import json_of
+from pipeline.stages.gateway.replies.part_turns import StreamTurns
 from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE
 from pipeline.stages.gateway.zmq.errors import on_the_wire
 
@@ -78,6 +79,7 @@ class ZmqStream:
         self._num_sent = 0
         """Bytes of all its messages."""
         self._client: Client = False, ""
+        self._turns = StreamTurns(request.parsed)
         self._delivery: Delivery | None = None
         """From the first output on that waited, until all of it was sent."""
 
@@ -118,6 +120,7 @@ class ZmqStream:
     async def run(self, channel: ClientChannel) -> None:
         """Write until the request has ended. If cancelled, no end is sent: the client has disconnected."""
         request, self._client = self.request, channel.client
+        self._turns = StreamTurns(request.parsed, self._client[1])
         try:
             await request.until(
                 lambda: request.is_accepted or request.is_finished or self._is_aborted or self._failure is not None
@@ -131,6 +134,7 @@ class ZmqStream:
                     await self._send(channel, self._next)
                     self._sent()
                     await asyncio.sleep(0)
+                    await self._turns.take()
                 if not request.parsed.is_pooled:
                     await self._send(channel, self._last)
             result = await pooled_result(request)
@@ -171,13 +175,14 @@ class ZmqStream:
                 await self._change(is_due=self._is_due)
             elif self._is_due:
                 await asyncio.sleep(0)  # many log probabilities take several turns of the loop
+            await self._turns.take()
 
     def _send_due(self, channel: ClientChannel) -> bool:
         """Send the output that is due in one delta, as far as it has no more than MAX_ENTRIES_AT_ONCE log
         probabilities. Returns whether a delta was sent."""
         if not self._is_due or not self._num_credits or channel.is_full:
             return False
-        if not self._sends(channel, self._next()):
+        if not self._sends(channel, self._turns.run(self._next)):
             return False
         self._sent()
         self._num_credits -= 1

@@ -41,6 +41,7 @@ from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import RESPONSES, Parser, Received
+from pipeline.stages.gateway.replies.part_turns import StreamTurns
 
 END_TIMEOUT_S = 10.0
 """How long to wait for the tasks of requests that were aborted: only their responses are left to build."""
@@ -237,15 +238,21 @@ class ResponsesApi:
         events = reply.ResponseEvents(request)
         error: ApiError | None = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request")
         num_before = request.num_bytes
+        turns = StreamTurns(request.parsed)
+
+        async def due() -> bytes:
+            await turns.take()
+            return turns.run(events.due)
+
         try:
-            log.append(events.first() + events.due())
+            log.append(events.first() + await due())
             while not events.are_over:
                 self._requests.admission.keep(request, num_before + log.num_bytes)
                 if events.has_more:
                     await asyncio.sleep(0)
                 else:
                     await request.change()
-                log.append(events.due())
+                log.append(await due())
             log.append(await response_writer.last_events(request, events))
             error = None
         except ApiError as failure:
