@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pipeline.config.sections.requests import MAX_LOGPROBS
+from pipeline.config.sections.requests import MAX_IMAGES, MAX_LOGPROBS, LimitSettings
 from pipeline.config.settings import Settings
 
 AS_SETTINGS = {
@@ -30,6 +30,7 @@ AS_SETTINGS = {
     "--kv-cache-dtype": "execute.kv_dtype=NAME",
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
     "--kv-offloading-size": "execute.swap_bytes=BYTES",
+    "--limit-mm-per-prompt": "limits.max_images=IMAGES",
     "--long-prefill-token-threshold": "schedule.long_prompt_tokens=N",
     "--lora-modules": "lora.adapters=MODULES",
     "--max-cpu-loras": "lora.max_cpu_loras=N",
@@ -85,7 +86,6 @@ UNSUPPORTED_OPTIONS = {
     "--enable-log-requests": UnsupportedOption("use --set log_level=debug"),
     "--enable-ssl-refresh": UnsupportedOption("leave it out, and restart the server to read new certificates"),
     "--enforce-eager": UnsupportedOption("leave it out: a CPU uses no CUDA graphs, and a GPU always does"),
-    "--limit-mm-per-prompt": UnsupportedOption("leave it out: images and audio are not supported"),
     "--load-format": UnsupportedOption("leave it out: the format is read from the model's files", ("auto",)),
     "--no-enable-chunked-prefill": UnsupportedOption(_CHUNKED),
     "--no-enable-log-requests": UnsupportedOption(_NO_REQUEST_LOG),
@@ -138,6 +138,8 @@ def converted(flag: str, text: str) -> str:
         raise ValueError(f"-1, vLLM's 'no limit', is not supported: use 0 to {MAX_LOGPROBS}")
     if flag in ("--swap-space", "--kv-offloading-size"):  # in GiB
         return str(_count(f"{text}G"))
+    if form == "IMAGES":
+        return str(_max_images(text))
     return str(_count(text)) if form in ("N", "BYTES") else text
 
 
@@ -170,13 +172,15 @@ def _value_of(name: str, flag: str, value: Any) -> tuple[str, Any] | None:
     """The key and the value of the setting that an argument gives; None if it changes nothing. Raises ValueError."""
     key, _, form = AS_SETTINGS[flag].partition("=")
     if form.isupper():
+        if form == "IMAGES" and isinstance(value, dict):
+            value = json.dumps(value)
         if isinstance(value, list | dict):
             return key, value
         try:
             text = converted(flag, str(value))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        if form in ("N", "BYTES"):
+        if form in ("N", "BYTES", "IMAGES"):
             return key, int(text)
         return key, value if form == "SHARE" else text
     if not isinstance(value, bool):
@@ -187,6 +191,26 @@ def _value_of(name: str, flag: str, value: Any) -> tuple[str, Any] | None:
             return None
         form = opposite.partition("=")[2]
     return key, {"true": True, "false": False}[form] if form in ("true", "false") else int(form)
+
+
+def _max_images(text: str) -> int:
+    """Of {"image": N}, where N may also be {"count": N}. Raises ValueError."""
+    example = f"""needs an object such as {{"image": 4}}, got {text!r}"""
+    try:
+        limits = json.loads(text)
+    except ValueError:
+        raise ValueError(example) from None
+    if not isinstance(limits, dict):
+        raise ValueError(example)
+    if others := sorted(set(limits) - {"image", "audio", "video"}):
+        raise ValueError(f"{others[0]!r} is no kind of input: use image, audio or video")
+    if "image" not in limits:
+        return LimitSettings().max_images
+    found = limits["image"]
+    found = found.get("count") if isinstance(found, dict) else found
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ValueError(example)
+    return min(found, MAX_IMAGES)
 
 
 def _count(text: str) -> int:

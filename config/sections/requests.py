@@ -10,6 +10,10 @@ MAX_LOGPROBS = 1024
 """The largest `limits.max_logprobs`."""
 
 
+MAX_IMAGES = 1000
+"""The largest `limits.max_images`."""
+
+
 class LimitSettings(Frozen, frozen=True):
     """Limits of one request; a request beyond them gets 400."""
 
@@ -30,6 +34,15 @@ class LimitSettings(Frozen, frozen=True):
     max_logit_bias: Annotated[int, Meta(ge=1, le=65536, description="Maximum number of entries in logit_bias.")] = 1024
     max_bad_words: Annotated[int, Meta(ge=1, le=65536, description="Maximum number of entries in bad_words.")] = 1024
     max_tools: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of tools in a chat.")] = 128
+    max_images: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_IMAGES,
+            description="Maximum number of images in a request. 0: images are refused, and the model's vision tower is "
+            "not loaded.",
+        ),
+    ] = 100
     max_prompt_bytes: Annotated[
         int,
         Meta(

@@ -13,5 +13,3 @@ LIMITS = ImageLimits()
 
 IMAGE_ROLES = ("user", "tool")
 """Roles whose messages may have images."""
-MAX_IMAGES = 100
-"""Of a request."""

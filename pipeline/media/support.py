@@ -19,7 +19,8 @@ def has_pillow() -> bool:
 
 def encodes(settings: Settings, folder: Path) -> bool:
     """Whether the executor has the tower of the model in a prepared folder, and memory for its rows."""
-    return settings.execute.device == "cpu" and settings.execute.encoder_cache_bytes > 0 and not why_not(folder)
+    are_on = settings.execute.encoder_cache_bytes > 0 and settings.limits.max_images > 0
+    return settings.execute.device == "cpu" and are_on and not why_not(folder)
 
 
 def why_not(folder: Path) -> str:

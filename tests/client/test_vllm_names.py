@@ -36,9 +36,10 @@ def test_arguments_of_vllm_are_settings() -> None:
         device="cpu",
         hf_overrides={"rope_theta": 1e6},
         chat_template="chatml.jinja",
+        limit_mm_per_prompt={"image": 3},
         schedule={"max_num_batched_tokens": 64},
     )
-    assert found.chat_template == "chatml.jinja"
+    assert found.chat_template == "chatml.jinja" and found.limits.max_images == 3
     assert json.loads(found.hf_overrides) == {"rope_theta": 1e6}
     execute, schedule = found.execute, found.schedule
     assert (execute.tensor_parallel, execute.gpu_memory_utilization) == (2, 0.7)
@@ -51,6 +52,7 @@ def test_arguments_of_vllm_are_settings() -> None:
 
 def test_every_name_is_converted() -> None:
     values = {"N": 1, "BYTES": 1, "SHARE": 0.5, "LIST": ["x"], "MODULES": {"a": "b"}, "FILE": "x", "FOLDER": "x"}
+    values["IMAGES"] = {"image": 1}
     special = {"kv_cache_dtype": "int8", "reasoning_parser": "qwen3"}
     for flag, setting in AS_SETTINGS.items():
         name, form = flag[2:].replace("-", "_"), setting.partition("=")[2]

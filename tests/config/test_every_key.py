@@ -237,6 +237,7 @@ EFFECTS = {
     "limits.max_logit_bias": CAPPED,
     "limits.max_bad_words": CAPPED,
     "limits.max_tools": CAPPED,
+    "limits.max_images": "tests/stages/gateway/parsing/test_images.py::test_max_images_bounds_a_request",
     "limits.max_prompt_bytes": CAPPED,
     "limits.max_grammar_bytes": f"{GATEWAY}::test_max_grammar_bytes_bounds_a_schema",
     "limits.max_json_depth": f"{GATEWAY}::test_max_json_depth_bounds_a_body",

@@ -64,7 +64,8 @@ class ServedModel:
             return self._why_no_images
         if self.is_on_gpu:
             return "this server runs the model on a GPU, where images are not supported yet"
-        return "this server takes none: set execute.encoder_cache_bytes, which is 0"
+        key = "execute.encoder_cache_bytes" if self.settings.limits.max_images else "limits.max_images"
+        return f"this server takes none, because {key} is 0"
 
     @property
     def is_on_gpu(self) -> bool:

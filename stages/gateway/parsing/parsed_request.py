@@ -11,6 +11,7 @@ from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.runtime.model.pooler import LAST_TOKEN, Pooler, Task
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.parsing.chat.conversation import ReplyParsing
+from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from pipeline.text.formats.chat_formats import ChatFormats
 
@@ -51,6 +52,10 @@ class RequestLimits(msgspec.Struct):
     def allows(self, name: str) -> bool:
         """Whether the client may use a model or an adapter of this name, if there is one."""
         return not self.allowed or name in self.allowed or (name in self.aliases and self.model in self.allowed)
+
+    def images(self) -> ChatImages:
+        """Takes the images of one chat."""
+        return ChatImages(self.why_no_images, self.caps.max_images)
 
     def for_key(self, allowed: tuple[str, ...]) -> "RequestLimits":
         """The limits of a client whose API key may use these names."""

@@ -135,6 +135,13 @@ def test_an_error_of_api_key_names_the_option(
     assert code == 2 and words in err and "PIPELINE_API_KEYS" not in err and "secret" not in err
 
 
+@pytest.mark.parametrize("value", ["4", "[4]", '{"picture": 1}', '{"image": -1}', '{"image": {}}', "{"])
+def test_a_limit_of_inputs_says_what_it_must_be(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run("serve", f"--limit-mm-per-prompt={value}", capsys=capsys)
+    words = "'picture' is no kind of input" if "picture" in value else """needs an object such as {"image": 4}, got"""
+    assert code == 2 and f"argument --limit-mm-per-prompt: {words}" in " ".join(err.split())
+
+
 def test_no_limit_of_logprobs_is_refused_with_the_largest_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run("serve", "--max-logprobs=-1", capsys=capsys)
     assert code == 2 and "argument --max-logprobs: -1, vLLM's 'no limit', is not supported: use 0 to 1024" in err

@@ -48,7 +48,7 @@ def parse_count_tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/messages/count_tokens: a request about its prompt only. Raises ApiError."""
     decoded = decode(_counts, body, MESSAGES_UNSUPPORTED_FIELDS)
     check_model(decoded.model, limits)
-    images = ChatImages(limits.why_no_images)
+    images = limits.images()
     prompt = _prompt(decoded, limits, images)
     check_prompt_bytes([prompt], limits.caps.max_prompt_bytes, MESSAGES)
     return prompt_only(prompt, m.PromptOptions(any_length=True), "messages", limits, MESSAGES, images.found)
@@ -65,7 +65,7 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
         top_k=decoded.top_k,
         response_format=None if config is None or config.format is None else _response_format(config.format),
     )
-    images = ChatImages(limits.why_no_images)
+    images = limits.images()
     parsed = parsed_request_of(
         body, 1, lambda: [_prompt(decoded, limits, images)], decoded.max_tokens, limits, MESSAGES, images=images
     )

@@ -21,8 +21,8 @@ def message_with(role: str, text: str, images: Sequence[str]) -> MessageParam:
     return MessageParam(role, [*parts, ContentPart("text", text)] if text else parts)
 
 
-def messages_of(messages: Sequence[b.OllamaMessage], why_no_images: str) -> list[MessageParam]:
-    """The messages of a chat request. `why_no_images`: as in `RequestLimits`. Raises ApiError."""
+def messages_of(messages: Sequence[b.OllamaMessage], images: ChatImages) -> list[MessageParam]:
+    """The messages of a chat request. `images` checks whether they may have some. Raises ApiError."""
     open_calls = _OpenCalls()
     num_calls = 0
     taken = {call.id for message in messages for call in message.tool_calls or ()}
@@ -35,7 +35,7 @@ def messages_of(messages: Sequence[b.OllamaMessage], why_no_images: str) -> list
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
         if message.images:
             instead = f"the text in '{at}.content', and no 'images'"
-            ChatImages(why_no_images).check(f"{at}.images[0]", message.role, instead)
+            images.check(f"{at}.images[0]", message.role, instead)
         calls = [_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
         for i, call in enumerate(calls, num_calls):
             if not call.id:

@@ -30,7 +30,6 @@ from pipeline.stages.gateway.parsing.build import (
     parsed_request_of,
     prompt_only,
 )
-from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -56,7 +55,7 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
     if not chat.messages:
         return _no_prompt(reply_fields, chat.keep_alive, limits)
     check_num_messages(sum(1 + len(one.images or ()) for one in chat.messages), limits)
-    messages = messages_of(chat.messages, limits.why_no_images)
+    messages = messages_of(chat.messages, limits.images())
     last = chat.messages[-1]
     fields = _fields(chat, limits) | {"continue_final_message": last.role == "assistant" and not last.tool_calls}
     return _chat(reply_fields, ChatBody(messages=messages, tools=chat.tools, **fields), limits)
@@ -68,7 +67,7 @@ def parse_generate(body: bytes, limits: RequestLimits) -> ParsedRequest:
     check_name(decoded.model, limits)
     reply_fields = OllamaFields(route="generate", model=decoded.model)
     if decoded.images:
-        ChatImages(limits.why_no_images).check("images[0]", "user", "the text in 'prompt', and no 'images'")
+        limits.images().check("images[0]", "user", "the text in 'prompt', and no 'images'")
         if decoded.raw or decoded.suffix or not limits.formats.template:
             what = "they need a chat template, and a prompt without 'raw' and 'suffix'"
             raise unsupported("images", what)

@@ -29,7 +29,6 @@ from pipeline.stages.gateway.parsing.chat.conversation import (
     given_of_chat,
     num_parts,
 )
-from pipeline.stages.gateway.parsing.chat.images import ChatImages
 from pipeline.stages.gateway.parsing.chat.tools import custom_names
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
@@ -69,7 +68,7 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
 def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
     """Check a body of POST /v1/chat/completions. Raises ApiError."""
 
-    images = ChatImages(limits.why_no_images)
+    images = limits.images()
 
     def prompts() -> list[m.Prompt]:
         check_num_messages(num_parts(chat.messages), limits)
@@ -173,7 +172,7 @@ def parse_tokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
     decoded = decode(_tokenizes, body, {})
     check_model(decoded.model, limits)
     prompt: m.Prompt
-    images = ChatImages(limits.why_no_images)
+    images = limits.images()
     match decoded.prompt, decoded.messages:
         case str(text), None:
             if (name := given_of_chat(decoded)) is not None:

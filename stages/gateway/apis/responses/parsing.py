@@ -138,7 +138,7 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
     response = read.body
     before = [] if response.previous_response_id is None else stored.conversation(response.previous_response_id)
     num_stored, items = len(before), before + read.new
-    images = ChatImages(limits.why_no_images)
+    images = limits.images()
     messages = messages_of(response.instructions, [one.item for one in items], num_stored, images)
     tools = ChatTools(response.tools or ())
     chat = _chat(response, tools)

@@ -5,7 +5,8 @@ Images are not decoded here. What a client says of their format is ignored: inge
 
 import binascii
 
-from pipeline.media.limits import IMAGE_ROLES, LIMITS, MAX_IMAGES
+from pipeline.config.settings import LimitSettings
+from pipeline.media.limits import IMAGE_ROLES, LIMITS
 from pipeline.media.support import TEXT_ONLY
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
@@ -20,9 +21,10 @@ PIECE_CHARS = 256 * 1024
 class ChatImages:
     """Collects the images of one chat, in order."""
 
-    def __init__(self, why_none: str = TEXT_ONLY) -> None:
+    def __init__(self, why_none: str = TEXT_ONLY, max_images: int = LimitSettings().max_images) -> None:
         """`why_none`: as in `RequestLimits.why_no_images`."""
         self._why_none = why_none
+        self._max_images = max_images
         self.found: list[m.EncodedImage] = []
 
     def check(self, at: str, role: str, instead: str) -> None:
@@ -34,8 +36,9 @@ class ChatImages:
         if role not in IMAGE_ROLES:
             message = f"'{at}' is an image in a message of role {role}: images must be in messages of role "
             raise invalid(at, message + " or ".join(IMAGE_ROLES), "unsupported")
-        if len(self.found) >= MAX_IMAGES:
-            raise invalid(at, f"'{at}' is one image too many: a request can have {MAX_IMAGES}", "invalid_value")
+        if len(self.found) >= self._max_images:
+            message = f"'{at}' is one image too many: a request can have {self._max_images} (limits.max_images)"
+            raise invalid(at, message, "invalid_value")
 
     def add_url(self, at: str, url: str, detail: str | None = None, detail_at: str = "") -> None:
         """Add the image of a data: URL, the field `at`. Raises ApiError."""

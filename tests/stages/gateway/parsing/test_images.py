@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.media.limits import LIMITS, MAX_IMAGES
+from pipeline.config.settings import LimitSettings as Caps
+from pipeline.media.limits import LIMITS
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admission.open_bytes import accepted_bytes, measure
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
@@ -127,12 +128,20 @@ def test_an_image_that_is_too_large_is_refused_before_it_is_decoded() -> None:
         ([image(detail="max")], {}, "messages[0].content[0].image_url.detail", "one of auto, low, high"),
         ([image()], {"role": "system"}, "messages[0].content[0]", "messages of role user or tool"),
         ([image()], {"role": "assistant"}, "messages[0].content[0]", "messages of role user or tool"),
-        ([image()] * (MAX_IMAGES + 1), {}, f"messages[0].content[{MAX_IMAGES}]", "one image too many"),
     ],
 )
 def test_bad_parts_are_named(parts: list[Any], fields: dict[str, Any], param: str, words: str) -> None:
     error = error_of(body(*parts, **fields))
     assert error.param == param and words in error.message
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_max_images_bounds_a_request(most: int) -> None:
+    limits = msgspec.structs.replace(LIMITS_ON, caps=Caps(max_images=most))
+    assert len(parse_chat(body(*[image()] * most), limits).images) == most
+    error = error_of(body(*[image()] * (most + 1)), limits)
+    assert error.param == f"messages[0].content[{most}]" and error.code == "invalid_value"
+    assert f"one image too many: a request can have {most} (limits.max_images)" in error.message
 
 
 def test_the_error_of_a_server_that_takes_no_images_says_why() -> None:
