@@ -41,7 +41,7 @@ class EncodeCosts:
         that decode; 0 if none."""
         if self._max_slowdown == UNLIMITED:
             return num_left
-        if not self._rows:
+        if not self._seconds:
             return min(num_left, FIRST)
         if self.credit_s <= 0:
             return 0
@@ -68,7 +68,7 @@ class EncodeCosts:
         None: no rows decoded that had to wait for it. Rows decoded in this step, or nothing else was computed
         (`decodes_only`)."""
         self.encode_s += encode_s
-        if num_rows and encode_s:
+        if num_rows:  # also if the executor could not stop within these parts, and a later step takes longer
             self._rows, self._seconds = self._rows * KEPT + num_rows, self._seconds * KEPT + encode_s
         if planned_s is None or not decodes or self._max_slowdown == UNLIMITED:
             self.credit_s = 0.0

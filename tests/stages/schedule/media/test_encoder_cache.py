@@ -96,6 +96,23 @@ def test_each_step_encodes_as_much_as_rows_that_decode_put_up_with() -> None:
     assert costs.parts(64, 5) == 5
 
 
+def test_steps_whose_parts_have_no_end_of_an_op_count_too() -> None:
+    """An executor whose ops take 20 ms each, ten times as long as a step may."""
+    costs, num_rows, computed, num_steps = learned(1.2), 0.0, 0.0, 0
+    while num_rows < 64:
+        num_steps += 1
+        if not (parts := costs.parts(64, NUM_PARTS)):
+            decode(costs)
+            continue
+        num_rows += (some := 64 * parts / NUM_PARTS)
+        planned_s = costs.spend(some)
+        encode_s = 0.02 if num_rows - computed >= 2 else 0.0
+        computed += 2 if encode_s else 0
+        decode(costs, some, planned_s, encode_s)
+    assert costs.row_s == pytest.approx(0.01, rel=0.5)
+    assert num_steps < 3 * 0.64 / 0.002
+
+
 def test_later_steps_pay_back_what_took_longer_than_planned() -> None:
     costs = learned(1.2)
     decode(costs, 0.1, costs.spend(0.1), 0.021)
