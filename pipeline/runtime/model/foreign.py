@@ -6,9 +6,12 @@
 Each is a `ForeignModel`, which names what prepare and execute read, so that each stage imports only its own part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from pipeline.errors import UserError
@@ -60,7 +63,8 @@ def register(model_type: object) -> None:
     package = find(model_type) if isinstance(model_type, str) else None
     if package is not None and package.reference is not None:
         function: Callable[[], object] = package.load(package.reference)
-        function()
+        with errors_of(f"{package.reference} of model_type {model_type!r} failed"):
+            function()
 
 
 def installed() -> str:
@@ -73,8 +77,18 @@ def installed() -> str:
 
 def _load(point: Any) -> Any:
     """The object of an `EntryPoint`."""
-    try:
+    with errors_of(f"entry point {point.name} = {point.value} of {GROUP} can't be imported"):
         return point.load()
-    except Exception as error:  # a package may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"entry point {point.name} = {point.value} of {GROUP} can't be imported: {reason}") from error
+
+
+@contextmanager
+def errors_of(what: str) -> Iterator[None]:
+    """Raises UserError for whatever a package raises, also SystemExit, with the line that raised it; its own UserErrors
+    stay."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # a package may raise anything
+        at = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in extract_tb(error.__traceback__)[-1:])
+        raise UserError(f"{what}: {type(error).__name__}: {error}{at}") from error

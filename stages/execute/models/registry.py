@@ -19,7 +19,12 @@ MODELS: dict[str, Build] = dict.fromkeys(get_args(Architecture), decoder.build)
 def build_program(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: Part | None = None) -> None:
     """Record the forward pass of a model, or of a part of it. Raises UserError if a tensor is missing or has the wrong
     shape."""
-    _builder(config.architecture)(config, weights, program, part or Part(range(config.num_layers)))
+    build, whole = _builder(config.architecture), Part(range(config.num_layers))
+    if build is decoder.build:
+        build(config, weights, program, part or whole)
+        return
+    with foreign.errors_of(f"the builder of model_type {config.architecture!r} failed"):
+        build(config, weights, program, part or whole)
 
 
 def _builder(architecture: str) -> Build:

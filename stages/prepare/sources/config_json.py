@@ -5,8 +5,9 @@ from typing import Any
 
 import msgspec
 
+from pipeline.runtime.model import foreign
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.prepare.architectures import architecture_of, find_architecture, flags_of
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, architecture_of, find_architecture, flags_of
 from pipeline.stages.prepare.encoders.heads import Head
 from pipeline.stages.prepare.families.architecture import as_part, text_part
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys
@@ -46,9 +47,22 @@ class ConfigReader:
 
     def model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
         try:
-            return self._model(name, weight_files, generation)
+            return self._model_of_any(name, weight_files, generation)
         except ConfigFault as fault:
             raise ModelError(f"{self.path}: {fault}") from fault
+
+    def _model_of_any(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
+        """Raises UserError for whatever a package's description of an architecture raises or gets wrong."""
+        kind = self.architecture()
+        package = None if kind in HF_ARCHITECTURES else foreign.find(kind)
+        if package is None:
+            return self._model(name, weight_files, generation)
+        with foreign.errors_of(f"{package.config} of model_type {kind!r} failed"):
+            try:
+                found = self._model(name, weight_files, generation)
+            except ConfigFault as fault:
+                raise ModelError(f"{self.path}: {fault}") from fault
+            return msgspec.convert(msgspec.to_builtins(found), ModelConfig)
 
     def _model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
         name_of_kind = self.architecture()

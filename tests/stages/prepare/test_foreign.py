@@ -184,6 +184,63 @@ def test_a_broken_package_is_named(install: Install, point: str, code: str, word
         find_architecture("cwm")
 
 
+WINDOWS = "def windows(config, num_layers):\n    "
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (WINDOWS, f"{WINDOWS}raise KeyError('boom')\n    ", "failed: KeyError: 'boom' (config.py:6)"),
+        (WINDOWS, f"{WINDOWS}raise SystemExit(3)\n    ", "failed: SystemExit: 3 (config.py:6)"),
+        (WINDOWS, f"{WINDOWS}return None\n    ", "failed: TypeError: cannot unpack non-iterable NoneType object"),
+        (
+            "windows=windows,",
+            "fields=lambda keys, model: 1 / 0,",
+            "failed: ZeroDivisionError: division by zero (config.py",
+        ),
+        (
+            "windows=windows,",
+            "fields=lambda keys, model: {'no_field': 1},",
+            "failed: TypeError: `ModelConfig` has no field",
+        ),
+        (
+            "windows=windows,",
+            "fields=lambda keys, model: {'activation': 'none'},",
+            "failed: ValidationError: Invalid enum value 'none' - at `$.activation`",
+        ),
+        ("windows=windows,", "layout=lambda model: [][1],", "failed: IndexError: list index out of range (config.py"),
+    ],
+    ids=str,
+)
+def test_what_a_package_raises_names_it(tmp_path: Path, install: Install, old: str, new: str, words: str) -> None:
+    files = files_of_docs()
+    assert old in files["pipeline_cwm/config.py"]
+    install(files | {"pipeline_cwm/config.py": files["pipeline_cwm/config.py"].replace(old, new)})
+    source, _ = saved(tmp_path)
+    with pytest.raises(UserError, match=re.escape(words)) as raised:
+        prepared(source, tmp_path)
+    assert str(raised.value).startswith("pipeline_cwm.config:CWM of model_type 'cwm' failed")
+
+
+def test_a_package_that_ends_the_process_while_it_is_imported(install: Install) -> None:
+    install(package("pipeline_cwm:MODEL", code="raise SystemExit(3)"))
+    with pytest.raises(UserError, match=r"can't be imported: SystemExit: 3 \(pipeline_cwm.py:1\)"):
+        find_architecture("cwm")
+
+
+def test_a_builder_that_raises(tmp_path: Path, install: Install) -> None:
+    files = files_of_docs() | {"pipeline_cwm/build.py": "def build(*given):\n    raise RuntimeError('not yet')\n"}
+    files["pipeline_cwm/__init__.py"] = files["pipeline_cwm/__init__.py"].replace(
+        ":CWM", ':CWM", build="pipeline_cwm.build:build'
+    )
+    install(files)
+    source, _ = saved(tmp_path)
+    folder = prepared(source, tmp_path)
+    words = r"the builder of model_type 'cwm' failed: RuntimeError: not yet \(build.py:2\)"
+    with pytest.raises(UserError, match=words):
+        Driver(folder, settings(kernels="torch", tokens=64, kv_mib=2))
+
+
 def test_two_packages_with_the_same_architecture_are_named(install: Install) -> None:
     for name in ("pipeline-one", "pipeline-two"):
         install(package(f"{name.replace('-', '_')}:MODEL", name))
