@@ -18,7 +18,7 @@ SIZES = {
 }
 LAYERS = {name: {"full_attn_idxs": [2, 5]} for name in ("lfm2", "lfm2_moe")}
 """Keys of architectures whose default has none of the layers that all their models have."""
-WRITTEN_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+WRITTEN_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "gemma4_unified_text": "gemma4"}
 """Architectures that llama.cpp's converter writes under another one's name."""
 
 

@@ -20,6 +20,7 @@ Architecture = Literal[
     "gemma2",
     "gemma3_text",
     "gemma4_text",
+    "gemma4_unified_text",
     "muse_glimmer_text",
     "phi",
     "phi3",

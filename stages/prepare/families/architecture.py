@@ -175,6 +175,7 @@ TIE = "tie_word_embeddings"
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "muse_glimmer": "muse_glimmer_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
@@ -196,7 +197,7 @@ LLAMA_7B = {
 """Sizes that LLaVA's text_config may lack: transformers' defaults of Llama."""
 OLD_TEXT_TYPES = {"exaone4_5_text": "exaone4"}
 """`model_type` of text models in older files."""
-TIED = ("gemma3", "gemma4", "mistral3")
+TIED = ("gemma3", "gemma4", "gemma4_unified", "mistral3")
 """Of these, those with a tied head by default."""
 
 

@@ -32,7 +32,8 @@ MASKS = {
 """The same of causal masks, by architecture. In others, such a name is that of a bias."""
 IMAGES = (
     *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
-    *("embed_vision.", "audio_tower.", "embed_audio.", "image_newline", "vision_adapter.", "vision_projection."),
+    *("embed_vision.", "audio_tower.", "embed_audio.", "image_newline", "vision_embedder."),
+    *("vision_adapter.", "vision_projection."),
 )
 """Prefixes of the tensors for images and sounds, in models for texts and these."""
 OWN_KV = tuple(f".self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))

@@ -95,6 +95,11 @@ VARIANTS: dict[str, Variant] = {
         },
         GEMMA4,
     ),
+    "gemma4_unified": Variant(
+        "gemma4_unified_text",
+        {"attention_k_eq_v": True, "num_key_value_heads": 2, "num_global_key_value_heads": 1},
+        {key: value for key, value in GEMMA4.items() if key != "vocab_size_per_layer_input"},
+    ),
     "gemma4, experts": Variant(
         "gemma4_text",
         {
@@ -258,7 +263,11 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-EQUAL_LAYERS = {name: variant for name, variant in VARIANTS.items() if variant.kind not in ("gemma4_text", "laguna")}
+EQUAL_LAYERS = {
+    name: variant
+    for name, variant in VARIANTS.items()
+    if variant.kind not in ("gemma4_text", "gemma4_unified_text", "laguna")
+}
 """Those that several ranks compute, too."""
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

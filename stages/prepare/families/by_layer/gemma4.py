@@ -1,6 +1,7 @@
 """Gemma 4 (text)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pipeline.runtime.model.architecture_names import Architecture
@@ -11,14 +12,14 @@ from pipeline.stages.prepare.families.experts import experts_of
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 
-WINDOW, PATTERN = 512, 6
+WINDOW, UNIFIED_WINDOW, PATTERN = 512, 1024, 6
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
 
 
-def _windows(config: Mapping[str, Any], num_layers: int) -> Window:
+def _windows(config: Mapping[str, Any], num_layers: int, window: int = WINDOW) -> Window:
     """The layers in `layer_types` have the window; by default all but each sixth. The last layer never has one, as in
     transformers."""
     keys = Keys(config, {}, {})
@@ -26,7 +27,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> Window:
     if kinds is None:
         kinds = ["sliding_attention" if (i + 1) % PATTERN else "full_attention" for i in range(num_layers)]
     layers = [i for i in range(num_layers - 1) if kinds[i] == "sliding_attention"]
-    return (keys.count("sliding_window", WINDOW), layers) if layers else (None, None)
+    return (keys.count("sliding_window", window), layers) if layers else (None, None)
 
 
 def _other_heads(keys: Keys, model: ModelConfig) -> OtherHeads | None:
@@ -139,25 +140,40 @@ def _layout(model: ModelConfig) -> Layout:
     )
 
 
+DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262144,
+    "max_position_embeddings": 131072,
+    "rope_by_layer": True,
+    "rope_parameters": ROPES,
+}
+ALWAYS = {"mlp_bias": False, "post_norms": True, "qk_norm": True, "value_norm": True, "layer_scales": True}
+ACTIVATION = {"hidden_act": "hidden_activation"}
+
 ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "gemma4_text": HfArchitecture(
         class_name="Gemma4ForCausalLM",
         other_class_names=("Gemma4TextModel",),
         models="Gemma 4",
-        keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
-        defaults={
-            "head_dim": 256,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "vocab_size": 262144,
-            "max_position_embeddings": 131072,
-            "rope_by_layer": True,
-            "rope_parameters": ROPES,
-        },
-        always={"mlp_bias": False, "post_norms": True, "qk_norm": True, "value_norm": True, "layer_scales": True},
+        keys={**ACTIVATION, "num_experts_per_tok": "top_k_experts"},
+        defaults=DEFAULTS,
+        always=ALWAYS,
         windows=_windows,
+        fields=_fields,
+        layout=_layout,
+    ),
+    "gemma4_unified_text": HfArchitecture(
+        class_name="Gemma4UnifiedForCausalLM",
+        other_class_names=("Gemma4UnifiedTextModel",),
+        models="Gemma 4 12B",
+        keys=ACTIVATION,
+        defaults={**DEFAULTS, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0},
+        always=ALWAYS,
+        windows=partial(_windows, window=UNIFIED_WINDOW),
         fields=_fields,
         layout=_layout,
     ),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from pipeline.config.settings import ExecuteSettings, LoraSettings, Settings
 from pipeline.errors import UserError
@@ -145,3 +146,27 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"{key}, which is not supported for .*: its layers have different sizes"):
             require_supported(made, config)
     require_supported(Settings(), config)
+
+
+def test_the_text_model_of_the_unified_one(tmp_path: Path) -> None:
+    """Of 12B: from a checkpoint of the whole model, as transformers saves it."""
+    variant = VARIANTS["gemma4_unified"]
+    text = {**variant.sizes, **variant.changes, "vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
+    vision, audio = {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 16}, {"audio_embed_dim": 64}
+    tokens = {"image_token_id": 600, "video_token_id": 601, "audio_token_id": 602}
+    config = AutoConfig.for_model(
+        "gemma4_unified", text_config=text, vision_config=vision, audio_config=audio, **tokens
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    source = checkpoints.save_folder(tmp_path / "source", model)
+    folder = prepare(Settings(model=str(source), cache_dir=str(tmp_path / "cache")))
+    assert "images are not served" in (folder / NOTES).read_text()
+    driver, ids = Driver(folder, settings(kernels="torch", kv_mib=2)), random_ids(40, 1)
+    driver.step([(0, 0, 40, True)], adds=[row_add(0, ids, driver.take_blocks(40))])
+    with torch.inference_mode():
+        theirs = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float().numpy()
+    np.testing.assert_allclose(driver.logits()[0], theirs, rtol=0, atol=MAX_ERROR)
