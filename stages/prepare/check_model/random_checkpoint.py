@@ -120,6 +120,9 @@ def shrink(config: Any) -> dict[str, Any]:
         if hasattr(config, "num_kv_shared_layers"):
             changes |= _fewer_sizes(config, changes)
             del changes["rope_scaling"]  # another name of rope_parameters
+        if (heads := getattr(config, "num_attention_heads_per_layer", None)) is not None:
+            changes["num_attention_heads_per_layer"] = _fewer_heads(config, list(heads), changes)
+            del changes["rope_scaling"]
         return changes
     finally:
         logging.set_verbosity(level)
@@ -209,6 +212,13 @@ def _fewer_sizes(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _fewer_heads(config: Any, heads: list[int], changes: Mapping[str, Any]) -> list[int]:
+    """The query heads of each layer, with the ratios to KV heads of layers of the same kind."""
+    kinds, kv_heads = list(config.layer_types), int(config.num_key_value_heads)
+    groups = [min(max(heads[kinds.index(kind)] // kv_heads, 1), MAX_GROUP) for kind in changes["layer_types"]]
+    return [int(changes["num_key_value_heads"]) * group for group in groups]
+
+
 def _encoder_ids(config: Any) -> dict[str, Any]:
     """The ids of special tokens that encoders have, within the vocabulary. Positions begin after that of padding."""
     names = ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
@@ -222,7 +232,8 @@ def _fewer_experts(config: Any, num_layers: int, hidden_size: int) -> dict[str, 
     for name in NUMBERS_OF_EXPERTS:
         if (num := getattr(config, name, None)) is not None:
             changes[name] = min(int(num), MAX_EXPERTS)
-            changes["num_experts_per_tok"] = min(int(config.num_experts_per_tok), max(1, changes[name] // 2))
+            chosen = "top_k_experts" if hasattr(config, "top_k_experts") else "num_experts_per_tok"
+            changes[chosen] = min(int(getattr(config, chosen)), max(1, changes[name] // 2))
     if not changes:
         return changes
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
@@ -239,6 +250,8 @@ def _fewer_experts(config: Any, num_layers: int, hidden_size: int) -> dict[str, 
             changes[name] = min(int(value), num_layers - (name == "moe_layer_end_index"))
     if (step := getattr(config, "decoder_sparse_step", None)) is not None:
         changes["decoder_sparse_step"] = min(int(step), num_layers)
+    if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
+        changes["mlp_layer_types"] = _fewer(list(kinds), num_layers)
     if (dense := getattr(config, "mlp_only_layers", None)) is not None:
         changes["mlp_only_layers"] = [layer for layer in dense if layer < num_layers - 1]
     return changes
