@@ -142,20 +142,21 @@ class IngestStage:
             threads.on_done = self._hold_others
 
     async def loop(self) -> None:
-        while not self._stopping:
-            # With work left, take the messages that are there; otherwise, sleep until one comes.
-            messages = await (self._inbox.receive_now() if self._has_work else self._inbox.receive_all())
-            begin_s = time.monotonic()
-            self._retry_queue.retry()
-            for message in messages:
-                self._handle(message)
-            self._work()
-            self._hold_others()
-            self._stage.release()
-            if self._stage.trace.on:
-                self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
-            await asyncio.sleep(0)  # lets finished encodings run
+        await self._inbox.handle_all(self._handle_all)
         self._close()
+
+    def _handle_all(self, messages: list[m.IngestInbox]) -> bool:
+        """One wake: handle all messages, then work on what waits. Returns whether the loop goes on."""
+        begin_s = time.monotonic()
+        self._retry_queue.retry()
+        for message in messages:
+            self._handle(message)
+        self._work()
+        self._hold_others()
+        self._stage.release()
+        if self._stage.trace.on:
+            self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
+        return not self._stopping
 
     @property
     def _has_work(self) -> bool:
@@ -169,12 +170,12 @@ class IngestStage:
         return self._preparer is not None and self._waiting.may_pop_suspect and is_idle
 
     def _hold_others(self) -> None:
-        """While there are suspects, threads begin nothing else. Call it when that may have changed, so that a suspect
-        has its turn. In a replay they may still be behind what had begun, which is waited for."""
+        """While there are suspects, threads begin nothing else. Call it when that may have changed, and after a turn:
+        what still waits has one, then. In a replay they may still be behind what had begun, which is waited for."""
         holds = self._waiting.holds and not self._stage.replay_context.is_replaying
         for threads in (self._long, self._very_long):
             threads.hold(holds)
-        if self._may_work_alone:
+        if self._has_work or self._may_work_alone:
             self._work_soon()
 
     def _handle(self, message: m.IngestInbox) -> None:
@@ -234,7 +235,7 @@ class IngestStage:
         """Work on what waits although no message comes, after other tasks."""
         if not self._is_turn_due and not self._stage.replay_context.is_replaying:
             self._is_turn_due = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._inbox.run, self._turn)
 
     def _turn(self) -> None:
         self._is_turn_due = False
@@ -247,8 +248,6 @@ class IngestStage:
             self._stage.replay_context.event("work alone")
             self._work_alone()
         self._hold_others()
-        if self._has_work:
-            self._work_soon()
 
     def _work(self) -> None:
         """Prepare prompts for a slice of time, at least one."""

@@ -78,6 +78,14 @@ class AsyncInbox(Generic[T]):
         elif self._inbox.is_ready():
             self._loop.call_soon(self._handle_ready)
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Do further work of the function that handles messages: `handle_all` raises what it raises."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - as above
+            if self._handled is not None and not self._handled.done():
+                self._handled.set_exception(error)
+
     def _take(self, limit: int) -> list[T]:
         """At most `limit` of the messages that were noticed."""
         messages: list[T] = []
@@ -108,10 +116,6 @@ class AsyncInbox(Generic[T]):
             self._woken_s = 0.0
             self._waiter = self._loop.create_future()
             await self._waiter
-
-    async def receive_now(self) -> list[T]:
-        """All queued messages; the list may be empty."""
-        return await self._inbox.replayed() if self._inbox.is_replayed else self._inbox.receive_all()
 
     def close(self) -> None:
         if not self._inbox.is_replayed:

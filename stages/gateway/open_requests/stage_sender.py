@@ -1,5 +1,6 @@
 """Sends the messages of open requests to ingest and schedule, in order, also those that full sockets refuse."""
 
+import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ class StageSender:
         """Closed requests that schedule was not woken for."""
         self._closing: list[m.Closed] | None = None
         """Those of a `together` block."""
+        self._is_wake_due = False
+        """Whether ingest is woken at the end of this turn of the loop."""
 
     @property
     def is_full(self) -> bool:
@@ -44,13 +47,22 @@ class StageSender:
 
     def submit(self, submits: Sequence[m.Submit]) -> list[int | None]:
         """Send new requests, those of one ingest together. Returns the replica of ingest that each was sent to, or None
-        if its queue is full."""
+        if its queue is full. Requests that begin in one turn of the loop wake ingest once."""
         to: dict[int, list[m.Submit]] = {}
         for submit in submits:
             to.setdefault(self.ingest_of(submit.request_id), []).append(submit)
-        is_sent = {ingest: self._ingests[ingest].send_all(each) for ingest, each in to.items()}
+        is_sent = {ingest: self._ingests[ingest].send_all(each, wakes=False) for ingest, each in to.items()}
+        if not self._is_wake_due:
+            self._is_wake_due = True
+            asyncio.get_running_loop().call_soon(self._wake_ingests)
         ingests = (self.ingest_of(submit.request_id) for submit in submits)
         return [ingest if is_sent[ingest] else None for ingest in ingests]
+
+    def _wake_ingests(self) -> None:
+        """For the requests of this turn."""
+        self._is_wake_due = False
+        for outbox in self._ingests:
+            outbox.notify()
 
     def submit_again(self, prompt_request: PromptRequest) -> None:
         """Send a request, which a stage has lost, again, now or when there is room."""
@@ -119,6 +131,7 @@ class StageSender:
 
     def rescaled(self) -> None:
         """The number of ingests in the stage's settings has changed."""
+        self._wake_ingests()  # one of them may not be among the others
         self._ingests = self._stage.outboxes_of("ingest")
 
     def flush(self) -> None:

@@ -102,6 +102,27 @@ def test_an_error_of_a_handler_ends_the_wait_for_messages(channels):
         uvloop.run(main())
 
 
+def test_an_error_of_further_work_ends_the_wait_for_messages(channels):
+    async def main():
+        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
+        assert channels.outbox().send(m.Ping(1))
+
+        def fail():
+            raise ValueError("in another turn of the loop")
+
+        def handle(messages):
+            asyncio.get_running_loop().call_soon(inbox.run, fail)
+            return True
+
+        try:
+            await asyncio.wait_for(inbox.handle_all(handle), PATIENCE_S)
+        finally:
+            inbox.close()
+
+    with pytest.raises(ValueError, match="another turn"):
+        uvloop.run(main())
+
+
 def test_an_async_inbox_lets_other_tasks_run_under_load(channels):
     async def main():
         inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())

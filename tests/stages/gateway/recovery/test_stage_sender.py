@@ -1,5 +1,6 @@
 """Which messages to other stages wake them at once."""
 
+import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -47,3 +48,32 @@ def test_schedule_is_woken_for_many_closed_requests_and_at_a_heartbeat() -> None
     sender.close(50, 1)
     sender.abort_anywhere(51, 1)
     assert schedule.known[-2:] == [m.Closed(50, 1), m.Abort(51, 1)], "in order"
+
+
+def submit_of(request_id: int) -> Any:
+    return SimpleNamespace(request_id=request_id)
+
+
+async def test_requests_that_begin_in_one_turn_of_the_loop_wake_ingest_once() -> None:
+    ingest = Edge()
+    stage: Any = SimpleNamespace(outboxes_of=lambda name: [ingest], outbox=lambda name, replica=0: Edge())
+    sender = StageSender(stage)
+    assert [sender.submit([submit_of(1), submit_of(2)]), sender.submit([submit_of(3)])] == [[0, 0], [0]]
+    assert ingest.known == [] and len(ingest.quiet) == 3
+    await asyncio.sleep(0)
+    assert [one.request_id for one in ingest.known] == [1, 2, 3]
+    sender.submit([submit_of(4)])
+    await asyncio.sleep(0)
+    assert [one.request_id for one in ingest.known] == [1, 2, 3, 4]
+
+
+async def test_an_ingest_that_gets_no_new_requests_is_woken_for_those_it_has() -> None:
+    ingests = [Edge(), Edge()]
+    stage: Any = SimpleNamespace(outboxes_of=lambda name: list(ingests), outbox=lambda name, replica=0: Edge())
+    sender = StageSender(stage)
+    each = [submit_of(number) for number in range(8)]
+    sender.submit(each)
+    leaving = ingests.pop()
+    sender.rescaled()
+    await asyncio.sleep(0)
+    assert leaving.known and len(ingests[0].known) + len(leaving.known) == len(each)
