@@ -1,5 +1,6 @@
 """What becomes of a prompt: the gateway learns of it, and schedule gets what is to be computed."""
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -90,7 +91,8 @@ class Outcomes:
     def _record_accepted(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
         """Count, log and trace an accepted prompt."""
         self._metrics.accepted(len(ids), done_s - began_s)
-        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
+        if (log := self._stage.log).isEnabledFor(logging.DEBUG):
+            log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
         if (trace := self._stage.trace).on:
             trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
 

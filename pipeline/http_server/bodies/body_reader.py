@@ -85,11 +85,29 @@ class BodyReader:
         A large body, and work on much that is stored, wait for their turn and have a thread. Reading the body, and the
         waits, end when the request's own time has passed, in `left_s`. Raises BodyTimeout, OutOfTime, or another
         ApiError."""
-        now_s = asyncio.get_running_loop().time
-        end_s = now_s() + left_s
         if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
             raise unsupported_encoding(encoding)
         self.check_declared(http_request)
+        if (body := self._arrived(http_request)) is not None and len(body) <= LARGE_BYTES:
+            parsed = self.parse_now(body, parser)
+            if not isinstance(parsed, Rest):
+                return parsed
+            return await self._parse_in_time(http_request, parser, timeout_s, left_s, body, parsed)
+        return await self._parse_in_time(http_request, parser, timeout_s, left_s, body)
+
+    async def _parse_in_time(
+        self,
+        http_request: web.Request,
+        parser: Callable[[bytes], T | Rest[T]],
+        timeout_s: float,
+        left_s: float,
+        body: bytes | None,
+        parsed: Rest[T] | None = None,
+    ) -> T:
+        """`parse` where something has to be waited for: `body`, if it has not arrived, or the turn to parse it, or to
+        do the rest of what is `parsed`."""
+        now_s = asyncio.get_running_loop().time
+        end_s = now_s() + left_s
         scope, turn_end_s = current_scope(), math.inf
         deadline, turn = asyncio.timeout(min(timeout_s, left_s)), asyncio.timeout(None)
 
@@ -104,17 +122,20 @@ class BodyReader:
 
         upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:
-            if (body := self._arrived(http_request)) is None:
+            if body is None:
                 async with deadline:
                     body = await self._read(http_request, upload)
             upload.complete()
-            if len(body) <= LARGE_BYTES:
-                parsed = self.parse_now(body, parser)
+            found: T | Rest[T]
+            if parsed is not None:
+                found = parsed
+            elif len(body) <= LARGE_BYTES:
+                found = self.parse_now(body, parser)
             else:
-                parsed = await in_turn(len(body), lambda: self._parsed(body, parser, LARGE_BYTES))
-            if isinstance(parsed, Rest):
-                return await in_turn(len(body) + parsed.num_bytes, parsed.finish)
-            return parsed
+                found = await in_turn(len(body), lambda: self._parsed(body, parser, LARGE_BYTES))
+            if isinstance(found, Rest):
+                return await in_turn(len(body) + found.num_bytes, found.finish)
+            return found
         except TimeoutError:
             if upload.why_given_up == "slow":
                 raise _too_slow() from None
@@ -148,7 +169,9 @@ class BodyReader:
             del http_request[KEPT_BODY]  # nothing counts it
             return bytes(kept)
         content = http_request.content
-        if not content.is_eof() or content.total_bytes > min(LARGE_BYTES, self._max_body):
+        if not content.is_eof() or content.exception() is not None:
+            return None
+        if content.total_bytes > min(LARGE_BYTES, self._max_body):
             return None
         return content.read_nowait()
 

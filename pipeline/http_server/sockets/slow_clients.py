@@ -87,13 +87,20 @@ async def write(http_request: web.BaseRequest, response: web.StreamResponse, dat
 async def send(http_request: web.BaseRequest, response: web.StreamResponse, timeout_s: float) -> None:
     """Send a response, or what is left of it. Raises ConnectionError if the client disconnects, or is disconnected
     because it reads nothing for `timeout_s`."""
-    if _body_bytes(response) <= PIECE_BYTES:
-        await send_body(http_request, response)  # which waits for nothing: the transport takes all of it
-        if http_request.transport is None or not http_request.transport.get_write_buffer_size():
-            return
+    if await sent_at_once(http_request, response):
+        return
     with SlowClientTimeout(http_request, timeout_s):
         await send_body(http_request, response)
         await flushed(http_request)
+
+
+async def sent_at_once(http_request: web.BaseRequest, response: web.StreamResponse) -> bool:
+    """Send a small response without waiting. Returns whether the kernel has all of it; else `send` sends the rest.
+    Raises ConnectionError if the client has disconnected."""
+    if http_request.transport is None or _body_bytes(response) > PIECE_BYTES:
+        return False
+    await send_body(http_request, response)  # which waits for nothing: the transport takes all of it
+    return http_request.transport is None or not http_request.transport.get_write_buffer_size()
 
 
 async def send_body(http_request: web.BaseRequest, response: web.StreamResponse) -> None:
@@ -149,11 +156,15 @@ class UnreadReplies:
 
         async def sent(request: web.BaseRequest) -> web.StreamResponse:
             response = await handle(request)
+            transport = request.transport
+            if response.prepared and transport is not None and not transport.get_write_buffer_size():
+                await response.write_eof()  # nothing, if its handler has sent all of it
+                _drop_body(response)
+                return response
             try:
                 with self.counted(request, _body_bytes(response)):
                     await send(request, response, self._timeout_s)
-                if isinstance(response, web.Response):
-                    response.body = None  # aiohttp keeps the response until the connection's next request
+                _drop_body(response)
             except ConnectionError:
                 pass  # aiohttp finds that too, and ends the connection
             return response
@@ -206,6 +217,12 @@ class UnreadReplies:
                 return
             self.remove(one)
             self.deliveries.give_up(one)
+
+
+def _drop_body(response: web.StreamResponse) -> None:
+    """Of a response that was sent: aiohttp keeps it until the connection's next request."""
+    if isinstance(response, web.Response):
+        response.body = None
 
 
 def _body_bytes(response: web.StreamResponse) -> int:

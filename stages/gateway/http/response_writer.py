@@ -27,6 +27,7 @@ from pipeline.http_server.sockets.slow_clients import (
     UnreadReplies,
     flushed,
     send,
+    sent_at_once,
     write,
 )
 from pipeline.runtime.queues.work_pool import WorkPool
@@ -115,8 +116,9 @@ async def send_whole(
     await request.until(lambda: request.is_finished)
     body = body_of(request) if body_of is not None else request.log_output("whole", await whole_body(request))
     response = web.Response(body=body, content_type="application/json", headers=_headers(request))
-    with unread.waiting(http_request, request):
-        await send(http_request, response, timeout_s)
+    if not await sent_at_once(http_request, response):
+        with unread.waiting(http_request, request):
+            await send(http_request, response, timeout_s)
     return response
 
 

@@ -11,6 +11,7 @@ arrived. A request that reaches its deadline is aborted like one aborted by id, 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 
@@ -182,7 +183,7 @@ class RequestTable:
         request.usage = usage
         self._abort_ids.add(request)
         self.admission.keep(request, reply_bytes, reply_bytes)
-        submits = new_submits(self._stage, parsed)
+        submits, is_logged = new_submits(self._stage, parsed), self._stage.log.isEnabledFor(logging.DEBUG)
         ingests = self.sender.submit(submits)
         for submit, ingest, estimate, size, output in zip(submits, ingests, estimates, sizes, outputs, strict=True):
             if ingest is None:
@@ -200,7 +201,8 @@ class RequestTable:
             if prompt_request.generates:
                 most = self.admission.most_output(parsed.options.max_tokens)
                 self.metrics.opened(parsed.num_sequences, parsed.n, most)
-            self._stage.log.debug("opened", extra=log_fields(prompt_request, response_id=request.id))
+            if is_logged:
+                self._stage.log.debug("opened", extra=log_fields(prompt_request, response_id=request.id))
         if None in ingests:
             self.release(request)
             raise overloaded("the queue to its stages is full")
@@ -317,7 +319,8 @@ class RequestTable:
         if has_finished and not request.parsed.is_prompt_only:
             now_s = time.monotonic()
             self.recent.keep(timings.times_of(request, now_s), request.parsed.scope)
-            for prompt_request in request.prompt_requests:
+            logged = request.prompt_requests if self._stage.log.isEnabledFor(logging.DEBUG) else ()
+            for prompt_request in logged:
                 took_s = round(now_s - request.received_s, 4)
                 fields = log_fields(prompt_request, response_id=request.id, took_s=took_s)
                 self._stage.log.debug("finished", extra=fields)

@@ -4,6 +4,7 @@ An input's token output has the numbers that the executor computed: an embedding
 logits. With `Pooling.ALL` there are as many for each token.
 """
 
+import math
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
 Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+_FLOAT = np.dtype("<f4")
 
 
 def numbers_of(sequence: SequenceOutput) -> Doubles:
@@ -25,8 +27,8 @@ def numbers_of(sequence: SequenceOutput) -> Doubles:
     if not sequence.token_outputs:
         message = "the request was aborted before all of its inputs were computed"
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="ended")
-    numbers = np.frombuffer(bytes(sequence.token_outputs), "<f4").astype(np.float64)
-    if not np.logical_and.reduce(np.isfinite(numbers)):
+    numbers = np.frombuffer(sequence.token_outputs, _FLOAT).astype(np.float64)
+    if not math.isfinite(np.add.reduce(numbers)):  # the sum of float32 does not overflow
         raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the model produced a result with NaN or infinity")
     return numbers
 
@@ -34,24 +36,25 @@ def numbers_of(sequence: SequenceOutput) -> Doubles:
 def vector_of(sequence: SequenceOutput, options: EmbeddingOptions) -> Vector:
     """float32 [dimensions]: the embedding of an input; of length 1, or all zeros, if it is normalized. Raises
     ApiError."""
-    vector: Vector = _vectors(numbers_of(sequence), options)
-    return vector
+    numbers = numbers_of(sequence)[: options.dimensions]
+    if options.normalize:
+        numbers = numbers / (_length(numbers) or 1.0)
+    return numbers.astype(_FLOAT)
 
 
 def vectors_of(sequence: SequenceOutput, options: EmbeddingOptions, width: int) -> Floats:
     """float32 [tokens, dimensions]: the embeddings of an input's tokens, of `width` numbers each. Raises ApiError."""
-    vectors: Floats = _vectors(numbers_of(sequence).reshape(-1, width), options)
-    return vectors
-
-
-def _vectors(numbers: Doubles, options: EmbeddingOptions) -> Any:
-    vectors = numbers[..., : options.dimensions]
+    vectors = numbers_of(sequence).reshape(-1, width)[:, : options.dimensions]
     if options.normalize:
-        # np.linalg.norm gives the same bits, and takes three times as long for a vector.
         lengths = np.sqrt(np.add.reduce(vectors * vectors, axis=-1, keepdims=True))
         lengths[lengths == 0] = 1
         vectors = vectors / lengths
-    return vectors.astype("<f4")
+    return vectors.astype(_FLOAT)
+
+
+def _length(vector: Doubles) -> float:
+    # np.linalg.norm gives the same bits, and takes three times as long.
+    return math.sqrt(np.add.reduce(vector * vector))
 
 
 def activated(logits: Doubles, activation: LogitActivation) -> Doubles:
