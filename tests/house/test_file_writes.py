@@ -68,6 +68,7 @@ REASONS: dict[str, dict[str, str]] = {
         "pipeline/hosts/own_ray.py": "O_CREAT O_WRONLY rmtree",
         "stages/prepare/check_model/random_checkpoint.py": "write_text",
         "tools/check_aarch64/__main__.py": "mkdir",
+        "tools/compare_dinov2/__main__.py": "save_file",
         "tools/fuzzing/models.py": "mkdir*2 save_file*5 write_text*5",
         "tools/fuzzing/mutations.py": "mkfifo symlink_to*3 unlink write_bytes*3",
         "tools/gpu_check/models.py": "mkdir*4 save_file*3 write_text*2",

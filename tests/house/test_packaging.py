@@ -143,6 +143,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
 
 ELSEWHERE = (
     ROOT / "tests" / "e2e" / "client" / "clients",
+    ROOT / "tools" / "compare_dinov2" / "reference.py",
     ROOT / "tools" / "compare_encoders" / "offline.py",
     ROOT / "tools" / "compare_encoders" / "fastembed_server.py",
     ROOT / "tools" / "compare_peers" / "openvino_server.py",
