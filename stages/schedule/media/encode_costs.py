@@ -22,6 +22,8 @@ class EncodeCosts:
     def __init__(self, max_slowdown: float) -> None:
         self._max_slowdown = max_slowdown
         self._rows = self._seconds = self._decode_s = 0.0
+        self._untimed_rows = 0.0
+        """Rows of steps that took no time: no op ended within their parts, and a later step takes longer."""
         self.credit_s = 0.0
         """What steps have earned and not spent; less than 0 if they have spent more."""
         self.encode_s = 0.0
@@ -68,8 +70,10 @@ class EncodeCosts:
         None: no rows decoded that had to wait for it. Rows decoded in this step, or nothing else was computed
         (`decodes_only`)."""
         self.encode_s += encode_s
-        if num_rows:  # also if the executor could not stop within these parts, and a later step takes longer
-            self._rows, self._seconds = self._rows * KEPT + num_rows, self._seconds * KEPT + encode_s
+        self._untimed_rows += num_rows
+        if self._untimed_rows and encode_s:
+            self._rows = self._rows * KEPT + self._untimed_rows
+            self._seconds, self._untimed_rows = self._seconds * KEPT + encode_s, 0.0
         if planned_s is None or not decodes or self._max_slowdown == UNLIMITED:
             self.credit_s = 0.0
             return
