@@ -32,6 +32,14 @@ def test_an_item_that_is_held_again_stays() -> None:
         cache.add(b"b", 1)
 
 
+def test_rows_count_as_encoded_when_an_item_is_added_and_not_when_it_is_held_again() -> None:
+    cache = EncoderCache(10)
+    cache.add(b"a", 3)
+    cache.hold(b"a")
+    cache.add(b"b", 4)
+    assert cache.num_rows_encoded == 7
+
+
 def test_a_pinned_item_stays_though_no_one_holds_it() -> None:
     cache = EncoderCache(6)
     for key in (b"a", b"b"):
