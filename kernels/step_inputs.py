@@ -39,12 +39,13 @@ class StepInputs:
         max_num_blocks: int,
         num_groups: int = 1,
         max_num_samples: int | None = None,
-        *,
         is_causal: bool = True,
+        has_spans: bool = False,
+        *,
         type_rows: int | None = None,
     ) -> None:
-        """By default there is one sample for each row at most. Unless attention `is_causal`, there are `key_ends`.
-        `type_rows` is as in `ModelConfig.type_rows`."""
+        """By default there is one sample for each row at most. Unless attention `is_causal`, there are `key_ends`,
+        and if there are spans whose tokens see all of it. `type_rows` is as in `ModelConfig.type_rows`."""
         self.max_num_tokens = max_num_tokens
         self.max_num_rows = max_num_rows
         self.max_num_samples = max_num_rows if max_num_samples is None else max_num_samples
@@ -71,7 +72,8 @@ class StepInputs:
         """[T]; the first group's"""
         self.sampled: LongArray = np.zeros(self.max_num_samples, np.int64)
         """[max_num_samples]; the tokens whose logits are wanted"""
-        self.key_ends: IntArray | None = None if is_causal else np.zeros(max_num_tokens, np.int32)
+        self._is_causal = is_causal
+        self.key_ends: IntArray | None = np.zeros(max_num_tokens, np.int32) if has_spans or not is_causal else None
         """[T]; the first key that each token does not see, at least 1 and after the first key of its window. None: its
         position + 1. Keys before it must be in the cache when attention is computed, also those of later tokens."""
         self.adapters: IntArray = np.full(max_num_tokens, -1, np.int32)
@@ -112,7 +114,8 @@ class StepInputs:
         `ids` are those of all entries, one after the other; `starts`, `counts` and `samples` (of how many of the
         entry's last tokens logits are wanted) have one value an entry, and `block_tables` [entries, blocks] holds at
         least the blocks that each entry writes or reads, `other_tables` those of the KV groups after the first.
-        `key_ends` are those of all tokens; by default a token sees its whole entry, if there are any.
+        `key_ends` are those of all tokens, if there are any; by default a token sees what is before it if attention is
+        causal, else its whole entry.
         """
         num_rows, num_tokens = len(starts), len(ids)
         assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
@@ -135,7 +138,9 @@ class StepInputs:
         self.ids[:num_tokens] = ids
         self.positions[:num_tokens] = positions
         if self.key_ends is not None:
-            self.key_ends[:num_tokens] = (starts + counts)[entry] if key_ends is None else key_ends
+            if key_ends is None:
+                key_ends = positions + 1 if self._is_causal else (starts + counts)[entry]
+            self.key_ends[:num_tokens] = key_ends
         block_indices, offset = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         blocks = block_tables[entry, block_indices]
         self.slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + offset

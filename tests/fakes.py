@@ -98,6 +98,8 @@ class _Row:
         """By KV group."""
         self.contents: dict[int, int] = {}
         """`FakeExecutor.media` of its request."""
+        self.run_ends: dict[int, int] = {}
+        """`FakeExecutor.run_ends` of its request."""
         self.has_read_wrong = False
         self.num_prompt = add.num_prompt
         self.dead = False
@@ -163,6 +165,8 @@ class FakeExecutor:
         """The item that is encoded in part, and the end of the last part."""
         self.num_encoded: dict[bytes, int] = {}
         """How often each item was encoded."""
+        self.run_ends: dict[int, dict[int, int]] = {}
+        """By request, for positions that see those behind them: the first one that they don't see."""
         self.media: dict[int, dict[int, int]] = {}
         """By request: what must stand at positions of its prompt in place of ids."""
         self.block_size = block_size
@@ -182,8 +186,9 @@ class FakeExecutor:
         for group, table in enumerate(state.tables):
             window = self.groups[group].window
             first = max(0, start - window + 1) if window else 0
-            positions = range(first, start + count)
-            blocks = np.array(table)[first // size : -(-(start + count) // size)]
+            end = state.run_ends.get(start + count - 1, start + count)
+            positions = range(first, end)
+            blocks = np.array(table)[first // size : -(-end // size)]
             assert NO_BLOCK not in blocks, f"row {row} reads a place without a block"
             read = self.kv[blocks].reshape(-1)[first % size : first % size + len(positions)]
             assert EMPTY not in read, f"row {row} reads KV that was never written"
@@ -264,6 +269,7 @@ class FakeExecutor:
             assert len(tables) == len(self.groups)
             self.rows[add.row] = _Row(add, ids, tables)
             self.rows[add.row].contents = self.media.get(add.request_id, {})
+            self.rows[add.row].run_ends = self.run_ends.get(add.request_id, {})
         block_rows, block_ids = take(step.block_rows, np.int32).tolist(), take(step.block_ids, np.int32).tolist()
         block_groups = take(step.block_groups, np.uint8).tolist() or [0] * len(block_rows)
         for row, block, group in zip(block_rows, block_ids, block_groups, strict=True):

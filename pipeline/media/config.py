@@ -5,7 +5,7 @@ uint8; a vision tower computes `(pixel * scale - mean) / std` of each.
 """
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -23,8 +23,6 @@ Token = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="family"):
-    is_causal: ClassVar[bool] = True
-    """Whether the positions of an image see only what is before them, as those of texts."""
     resample: Annotated[int, Meta(ge=0, le=5)]
     """The filter, as Pillow numbers them: 0 nearest, 1 Lanczos, 2 bilinear, 3 bicubic, 4 box, 5 Hamming."""
     scale: float
@@ -87,7 +85,8 @@ class PanAndScan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gemma3(_Family, frozen=True, kw_only=True, tag="gemma3"):
-    is_causal: ClassVar[bool] = False
+    """Gemma 3: the positions of an image, or of a crop, see each other."""
+
     size: Size
     num_rows: Side
     """Of an image, or a crop."""

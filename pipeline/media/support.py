@@ -26,14 +26,15 @@ def encodes(settings: Settings, folder: Path) -> bool:
 def why_not(folder: Path) -> str:
     """Why requests for the model in a prepared folder can't have images, whatever the settings are; empty if they can.
     The words follow "it is an image, and"."""
-    config = media.load(folder)
-    if config is None or VisionConfig.load(folder) is None:
+    if media.load(folder) is None or VisionConfig.load(folder) is None:
         return TEXT_ONLY
-    if not config.is_causal:
-        family = config.__struct_config__.tag
-        return (
-            f"images are not supported yet for {family} models, where the positions of an image see those behind them"
-        )
     if not has_pillow():
         return "this server was installed without the extra 'media' (Pillow), which decodes images"
     return ""
+
+
+def max_whole_run(folder: Path) -> int:
+    """The most positions of the model in a prepared folder that see each other, so that one step computes them; 0 if
+    all positions see only what is before them."""
+    config = media.load(folder)
+    return config.num_rows if isinstance(config, media.Gemma3) else 0

@@ -10,7 +10,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
-from pipeline.stages.schedule.policies.budget import MIN_CHUNK, StepBudget
+from pipeline.stages.schedule.policies.budget import StepBudget
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED
 from pipeline.stages.schedule.policies.preemption import Victims
 from pipeline.stages.schedule.request import Sequence
@@ -92,7 +92,8 @@ class Planner:
         wanted = num_computed + counts
         if len(deferred) and self._has_windows:  # they are granted tokens below, and must find some blocks
             is_deferred = np.isin(order, deferred)
-            wanted[is_deferred] += np.minimum(need[is_deferred], MIN_CHUNK)
+            least = self._media.least_chunks(order[is_deferred], num_computed[is_deferred])
+            wanted[is_deferred] += np.minimum(need[is_deferred], least)
         running, appended, lacked_blocks = self._allocate_blocks(order, num_computed, counts, total, wanted)
         if running is not order:
             kept = np.flatnonzero(np.isin(order, running))
@@ -207,7 +208,7 @@ class Planner:
             for index, (row, start, count) in enumerate(
                 zip(*(each.tolist() for each in (prompts, num_computed, counts)), strict=True)
             ):
-                end = windows.fitting(row, start + count)
+                end = self._media.uncut(row, start, windows.fitting(row, start + count))
                 windows.append(row, end, appended)
                 counts[index] = end - start
         some = counts > 0
@@ -242,8 +243,10 @@ class Planner:
         ending = NO_ROWS
         for index in full.nonzero()[0].tolist():
             row, end = int(order[index]), int(wanted[index])
-            if counts[index] > 1 and (fitting := windows.fitting(row, end)) > num_computed[index]:
-                end, counts[index] = fitting, fitting - num_computed[index]
+            if counts[index] > 1:
+                fitting = self._media.uncut(row, start := int(num_computed[index]), windows.fitting(row, end))
+                if fitting > start:
+                    end, counts[index] = fitting, fitting - start
             num_lacking = windows.num_lacking(row, end)
             if pool.num_available < num_lacking and victims is None:
                 # Rows with all their ids finish when the step in flight is settled, and release their blocks.
@@ -306,7 +309,8 @@ class Planner:
             need -= bool(rows.flags[row] & RowFlag.PACED)
             if rows.flags[row] & RowFlag.MEDIA:
                 need = self._media.limit(row, num_computed, need)
-            count = budget.chunk(num_computed, need, bool(rows.is_long[row]), is_sure=is_sure)
+            runs = self._media.runs_of(row, num_computed, need)
+            count = budget.chunk(num_computed, need, bool(rows.is_long[row]), is_sure=is_sure, runs=runs)
             if self._states.is_on:
                 count = int(self._states.writable(np.array([row]), np.array([count]))[0])
             if count:  # otherwise it has its row now and computes in a later step

@@ -98,6 +98,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """The same of a slot for the states."""
     num_encoder_rows: int = 0
     """Rows of the executor's encoder cache; 0 if the model takes no media."""
+    max_whole_run: int = 0
+    """Positions of a run of media at most that one step computes because they see each other; 0: runs may be cut."""
     sleep_cache_bytes: int = 0
     """How much of the prefix cache is kept while the server sleeps, of each rank."""
 
@@ -140,8 +142,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     @property
     def max_chunk(self) -> int:
-        """Positions of a sequence that a step computes at most, proposed ids included: they are within its budget."""
-        return max(self.max_num_batched_tokens, self.max_num_prefill_tokens)
+        """Positions of a sequence that a step computes at most, proposed ids included: they are within its budget,
+        unless they are a run of media."""
+        return max(self.max_num_batched_tokens, self.max_num_prefill_tokens, self.max_whole_run)
 
     @classmethod
     def of(
@@ -186,6 +189,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             block_bytes=facts.block_bytes,
             slot_bytes=facts.slot_bytes,
             num_encoder_rows=facts.num_encoder_rows,
+            max_whole_run=facts.max_whole_run,
             sleep_cache_bytes=sleep_cache_bytes,
         )
         return config.of_encoder(settings.encoder_step_tokens) if facts.is_encoder else config

@@ -153,6 +153,10 @@ class Backend(msgspec.Struct, array_like=True, frozen=True):
         return cls(*("+".join(sorted(set(values) - {""})) for values in zip(*found, strict=True)))
 
 
+MAX_RUNS_BEYOND = 2
+"""Runs as in `ExecuteFacts.max_whole_run` that a step may have beyond its limit of tokens."""
+
+
 class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Facts that the executor finds out while it starts."""
 
@@ -203,6 +207,9 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """The same of a slot for the states."""
     num_encoder_rows: int = 0
     """Rows of the encoder cache, which no media item may exceed; 0: the model takes no media."""
+    max_whole_run: int = 0
+    """The most positions of a run of media whose positions see each other, so that one step computes all that are
+    left of it. A step may have MAX_RUNS_BEYOND beyond its limit of tokens. 0: they see only what is before them."""
 
     @property
     def quantization(self) -> str:

@@ -11,15 +11,38 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.patches import PixelArray
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
-from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.media import support
-from pipeline.runtime.messages import NUM_PARTS, EncodeJob, Step
+from pipeline.runtime.messages import MAX_RUNS_BEYOND, NUM_PARTS, EncodeJob, Step
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import Library
 from pipeline.stages.execute.cpu.vision import Encoding, MediaItem, VisionEncoder
 from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.rows import Take
+
+
+class MediaFacts(NamedTuple):
+    """The fields of `ExecuteFacts`."""
+
+    num_encoder_rows: int = 0
+    max_whole_run: int = 0
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> "MediaFacts":
+        """What all ranks know. Without rows, this server takes no images of the model (see `support.encodes`). Raises
+        UserError if the encoder cache has no room for a row."""
+        vision, num_bytes = VisionConfig.load(folder), settings.execute.encoder_cache_bytes
+        if vision is None or not support.encodes(settings, folder):
+            return cls()
+        if (num_rows := num_bytes // (vision.hidden_size * 4)) < 1:
+            raise UserError(f"execute.encoder_cache_bytes = {num_bytes}: a row takes {vision.hidden_size * 4} bytes")
+        return cls(num_rows, support.max_whole_run(folder))
+
+    @property
+    def tokens_beyond(self) -> int:
+        """Tokens that a step may have beyond its limit, so that runs are whole."""
+        return MAX_RUNS_BEYOND * self.max_whole_run
 
 
 class _Begun(NamedTuple):
@@ -42,8 +65,12 @@ class Encodes:
         num_rows: int,
         num_threads: int,
         library: Library | None,
+        *,
+        is_causal: bool = True,
     ) -> None:
-        """`library` is that of the language model. Raises UserError as `VisionEncoder`."""
+        """`library` is that of the language model. If positions of an image see those behind them, which is not
+        `is_causal`, a step has all positions of a run that are not computed. Raises UserError as `VisionEncoder`."""
+        self._is_causal = is_causal
         self.rows: FloatArray | None = None
         """[rows, hidden_size]; None on a rank that does not encode: it only knows which positions are not its own."""
         self._encoder: VisionEncoder | None = None
@@ -96,18 +123,25 @@ class Encodes:
             rows[slots] = begun.made
             self._begun = None
 
-    def put(self, ids: IntArray, rows: IntArray, starts: IntArray, counts: IntArray) -> None:
+    def put(
+        self, ids: IntArray, positions: IntArray | LongArray, rows: IntArray, starts: IntArray, counts: IntArray
+    ) -> IntArray | None:
         """Replace the ids of spans by ~i for row i of the cache, on every rank: that of the placeholder's embedding
-        must not write it over the row of the first one. `ids` are those of all entries, in order."""
+        must not write it over the row of the first one. `ids` and `positions` are those of all entries, in order.
+        Returns `key_ends` for `StepInputs.fill`."""
         if not self._spans:
-            return
+            return None
+        key_ends: IntArray | None = None if self._is_causal else (positions + 1).astype(np.int32)
         begin = 0
         for row, start, num in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
             for first, slots in self._spans.get(row, ()):
                 at = begin + first - start
                 assert begin <= at and at + len(slots) <= begin + num, f"row {row} does not compute all of a span"
                 ids[at : at + len(slots)] = ~slots
+                if key_ends is not None:
+                    key_ends[at : at + len(slots)] = first + len(slots)
             begin += num
+        return key_ends
 
     def close(self) -> None:
         """Free threads and memory."""
@@ -116,15 +150,13 @@ class Encodes:
 
 
 def load_encodes(
-    settings: Settings, folder: Path, library: Library | None, context: RankContext
-) -> tuple[Encodes | None, int]:
+    settings: Settings, folder: Path, library: Library | None, context: RankContext, facts: MediaFacts
+) -> Encodes | None:
     """The tower and its rows on the first rank of all, which embeds what they stand for; None if this server takes no
-    images of the model (see `support.encodes`). Also returns the number of rows, which all ranks know. Raises UserError
-    if there is no memory for one."""
-    if (vision := VisionConfig.load(folder)) is None or not support.encodes(settings, folder):
-        return None, 0
-    num_bytes = settings.execute.encoder_cache_bytes
-    if (num_rows := num_bytes // (vision.hidden_size * 4)) < 1:
-        raise UserError(f"execute.encoder_cache_bytes = {num_bytes}: a row takes {vision.hidden_size * 4} bytes")
-    num_own = 0 if context.rank or context.stage else num_rows
-    return Encodes(settings, folder, vision, num_own, threads_of(settings), library), num_rows
+    images. Raises UserError as `VisionEncoder`."""
+    vision = VisionConfig.load(folder)
+    if vision is None or not facts.num_encoder_rows:
+        return None
+    num_own = 0 if context.rank or context.stage else facts.num_encoder_rows
+    is_causal = not facts.max_whole_run
+    return Encodes(settings, folder, vision, num_own, threads_of(settings), library, is_causal=is_causal)

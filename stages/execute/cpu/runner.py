@@ -21,7 +21,7 @@ from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.drafts.load import load_proposer
-from pipeline.stages.execute.cpu.encodes import load_encodes
+from pipeline.stages.execute.cpu.encodes import MediaFacts, load_encodes
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.precision import with_activations
@@ -90,20 +90,21 @@ class CpuRunner(Runner):
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
         layout = with_most_layers(layout_of(settings, config), parts)
         slot_bytes = max(state_slot_bytes(config, part.layers, num_ranks) for part in parts)
-        kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout, slot_bytes)
+        media = MediaFacts.of(settings, model_dir)
+        most_tokens = max(max_num_tokens, media.max_whole_run)
+        kv = plan_kv(settings, largest, most_tokens, draft_block_bytes(settings), layout, slot_bytes)
         if not config.causal:  # its longest text, whatever config.json says
             max_num_tokens = min(max_num_tokens, max(kv.max_model_len, settings.schedule.encoder_step_tokens))
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv)
         self._make_rows(largest, kv, *((0, 0) if swapped is None else map(len, swapped)))
-        self._encodes, num_rows = load_encodes(settings, model_dir, library, context)
-        facts = self.facts
-        self.facts = msgspec.structs.replace(facts, max_num_prefill_tokens=max_num_tokens, num_encoder_rows=num_rows)
+        self._encodes = load_encodes(settings, model_dir, library, context, media)
+        self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens, **media._asdict())
         max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
         num_groups = len(kv.layout.groups)
-        sizes = max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples
-        self.inputs = StepInputs(*sizes, is_causal=config.causal, type_rows=config.type_rows)
+        sizes = max_num_tokens + media.tokens_beyond, max_num_seqs, max_num_blocks, num_groups, max_num_samples
+        self.inputs = StepInputs(*sizes, config.causal, media.max_whole_run > 0, type_rows=config.type_rows)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
@@ -269,8 +270,7 @@ class CpuRunner(Runner):
             positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
             entry = rows[repeated]
         ids = self.rows.ids[entry, positions]
-        if self._encodes is not None:
-            self._encodes.put(ids, rows, starts, counts)
+        key_ends = None if (encodes := self._encodes) is None else encodes.put(ids, positions, rows, starts, counts)
         num_blocks = int(np.maximum.reduce(self.rows.num_blocks[rows]))
         requested_features = self.rows.requested_features
         pooled = (
@@ -283,7 +283,7 @@ class CpuRunner(Runner):
         table, *others = (blocks[rows, :num_blocks] for blocks in self.rows.group_blocks)
         logprobs = self.sampling_inputs.logprobs
         num_samples = is_sampled if num_drafts is None else is_sampled * (1 + num_drafts)
-        self.inputs.fill(ids, starts, counts, table, num_samples, others)
+        self.inputs.fill(ids, starts, counts, table, num_samples, others, key_ends)
         if self._config.type_rows is not None:
             has_types = self._config.token_types > 1
             self.inputs.fill_types(self.rows.types_of(entry, positions) if has_types else 0)

@@ -66,6 +66,15 @@ class RequestMedia:
             begin = max(run.start, start)
             yield Span(run.item, begin, min(self._run_ends[index], end) - begin, run.first_row + begin - run.start)
 
+    def runs(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Begins and ends of the runs that have positions among `start .. end`, less `start`."""
+        found = []
+        for index in range(bisect_right(self._run_ends, start), len(self._runs)):
+            if self._runs[index].start >= end:
+                break
+            found.append((self._runs[index].start - start, self._run_ends[index] - start))
+        return found
+
     def keep(self, segment: str, read: Callable[[Array], bytes]) -> None:
         """The process that wrote this segment is gone: keep the pixels that are there."""
         self.pixels = [read(one) if isinstance(one, ShmRef) and one.segment == segment else one for one in self.pixels]

@@ -4,7 +4,8 @@ A row (of the batch) that computes positions of an item holds it from the step t
 one that computes the last. Only a step that computes such a position encodes, so no one holds an item and waits:
 
     limit      of the positions that a row lacks, those that this step may compute: up to the first item that finds no
-               room. Room is promised to rows in their order, so that what is granted fits
+               room. Room is promised to rows in their order, so that what is granted fits. If the positions of a run
+               see each other, one step computes all of them that are left
     advance    encode what is not in the cache, hold it, and name the slots that the step's positions read
 
 Beside rows that decode, steps may encode an item in parts. Its room is held from the first part on, by no row. There is
@@ -21,6 +22,7 @@ from pipeline.stages.schedule.arrays import Bools, Int32s, Int64s, Put, Take
 from pipeline.stages.schedule.media.encode_costs import EncodeCosts
 from pipeline.stages.schedule.media.encoder_cache import EncoderCache
 from pipeline.stages.schedule.media.request_media import RequestMedia
+from pipeline.stages.schedule.policies.budget import MIN_CHUNK, NO_RUNS, Runs, first_run, uncut
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -54,7 +56,7 @@ class MediaSpans:
         self.is_on = config.num_encoder_rows > 0
         self.cache = EncoderCache(config.num_encoder_rows)
         self.costs = EncodeCosts(config.encode_max_slowdown)
-        self._max_chunk = config.max_chunk
+        self._max_chunk, self._max_whole_run = config.max_chunk, config.max_whole_run
         self._rows, self._put, self._view = rows, put, view
         self._held: dict[int, tuple[int, list[bytes]]] = {}
         """By row: the generation that holds items, and their keys."""
@@ -110,7 +112,37 @@ class MediaSpans:
         for index in media.between(start, start + need):
             if not self._may_read(row, media, index):
                 return max(0, media.firsts[index] - start)
-        return need
+        return uncut(need, self.runs_of(row, start, need))
+
+    # ---------------------------------------------------------------------------------- runs that are not cut
+
+    def runs_of(self, row: int, start: int, need: int) -> Runs:
+        """The runs among `need` positions of a row from `start` on that are not cut."""
+        if not self._max_whole_run or start >= self._rows.media_ends[row]:
+            return NO_RUNS
+        media = self._media_of(row)
+        return NO_RUNS if media is None else media.runs(start, start + need)
+
+    def runs_of_all(self, rows: Int64s, starts: Int64s, need: Int64s) -> list[Runs] | None:
+        """The same for each of some rows; None if there are none."""
+        if not self._max_whole_run or not np.count_nonzero(self._pending(rows, starts)):
+            return None
+        columns = (each.tolist() for each in (rows, starts, need))
+        return [self.runs_of(*each) for each in zip(*columns, strict=True)]
+
+    def uncut(self, row: int, start: int, end: int) -> int:
+        """The last end of a chunk of a row from `start` on, up to `end`, that is within no run; `start` without one."""
+        return start + uncut(max(0, end - start), self.runs_of(row, start, end - start))
+
+    def least_chunks(self, rows: Int64s, starts: Int64s) -> Int64s:
+        """Positions that each row computes at least, if it lacks as many: the run that it is in, or MIN_CHUNK."""
+        least = np.full(len(rows), MIN_CHUNK, np.int64)
+        pending = self._pending(rows, starts) & self._rows.active[rows]  # some may have been preempted by this plan
+        for index in np.flatnonzero(pending).tolist() if self._max_whole_run else ():
+            least[index] = max(MIN_CHUNK, first_run(self.runs_of(int(rows[index]), int(starts[index]), 1)))
+        return least
+
+    # ------------------------------------------------------------------------------------------------------ the plan
 
     def _may_read(self, row: int, media: RequestMedia, index: int) -> bool:
         """Whether this step may compute positions of an item."""

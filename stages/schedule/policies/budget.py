@@ -16,11 +16,16 @@ speed. A prompt that would lack only a little more is completed (COMPLETION), be
 that needs several steps gets chunks of about the same size: these take as many steps as larger ones and a small rest.
 
 Texts of an encoder are not cut: they get all their tokens or none. The first of a step may have more than the budget.
+Nor are runs of positions that see each other: a chunk ends before or behind one. If one begins a chunk, this is the
+first of a step, or a sure one, or the run fits.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
+from pipeline.runtime.messages import MAX_RUNS_BEYOND
 from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 
@@ -34,6 +39,24 @@ COMPLETION = 0.1
 """A step may take this share longer than a slowdown allows, if that completes a prompt."""
 
 UNLIMITED = float("inf")
+
+Runs = Sequence[tuple[int, int]]
+"""Begins and ends of runs that are not cut, in order, as numbers of positions behind the first one of a chunk. If that
+is within a run, its begin is at most 0."""
+NO_RUNS: Runs = ()
+
+
+def uncut(count: int, runs: Runs) -> int:
+    """The most positions of a chunk, up to `count`, that end within no run; 0 if it begins with a longer one."""
+    for begin, end in runs:
+        if begin < count < end:
+            return max(0, begin)
+    return count
+
+
+def first_run(runs: Runs) -> int:
+    """The positions of the run that a chunk begins with; 0 without one."""
+    return runs[0][1] if runs and runs[0][0] <= 0 else 0
 
 
 class StepCostInputs(msgspec.Struct):
@@ -61,6 +84,9 @@ class BudgetLimits(msgspec.Struct, frozen=True):
     long_max_slowdown: float = UNLIMITED
     prefill_tokens: int = 0
     """Of a step in which no row decodes; at least `tokens`, or 0 for as many."""
+    run_tokens: int = 0
+    """Of the longest run that is not cut. The first chunk of a step may exceed the other limits by so many, and sure
+    ones by what is left of MAX_RUNS_BEYOND times as many."""
 
 
 class StepBudget:
@@ -73,6 +99,7 @@ class StepBudget:
         self.shape = StepCostInputs(num_decodes, context)
         self.tokens = limits.tokens - num_decodes if num_decodes else limits.prefill_tokens or limits.tokens
         self._cost_model = cost_model
+        self._beyond = MAX_RUNS_BEYOND * limits.run_tokens
         self._held = 0
         self._held_s = 0.0
         self._long_rank = UNLIMITED
@@ -123,27 +150,45 @@ class StepBudget:
         return self.has_room(False) and (num_tokens <= self.tokens or not self.shape.num_chunk_tokens)
 
     def chunk(
-        self, start: int, need: int, is_long: bool, reserve: int = 0, is_sure: bool = False, whole: bool = False
+        self,
+        start: int,
+        need: int,
+        is_long: bool,
+        reserve: int = 0,
+        is_sure: bool = False,
+        whole: bool = False,
+        runs: Runs = NO_RUNS,
     ) -> int:
         """Grant a row up to `need` tokens from position `start` on, and return how many; with `whole`, all or none.
-        `reserve` tokens are left for others. With `is_sure` the row gets something while there are tokens, even if no
-        time is left."""
+        `need` ends within none of the `runs`, and neither does what is granted. `reserve` tokens are left for others.
+        With `is_sure` the row gets something while there are tokens, even if no time is left."""
+        first, is_sure_or_first = first_run(runs), is_sure or not self.shape.num_chunk_tokens
         if whole:
             most = need if self.fits(need) else 0
         else:
             most = min(need, self.tokens - reserve)
         if most <= 0 or not (is_sure or self.has_room(is_long)):
             return 0
+        if most < first:
+            if not is_sure_or_first or first > self.tokens - reserve + self._beyond:
+                return 0
+            most = first
+        most = uncut(most, runs)
         if self._is_timed:
-            least = MIN_CHUNK if is_sure or not self.shape.num_chunk_tokens else 0
-            most = self._fitting(start, most, is_long, least, whole=whole, completes=most == need)
-        self.tokens -= most
+            least = max(MIN_CHUNK, first) if is_sure_or_first else 0
+            most = self._fitting(start, most, is_long, least, runs, whole=whole, completes=most == need)
+        beyond = max(0, most - (self.tokens - reserve)) if runs else 0
+        self._beyond -= beyond
+        self.tokens -= most - beyond
         self.shape.add_chunk(start, most, whole=whole)
         return most
 
-    def _fitting(self, start: int, most: int, is_long: bool, least: int, *, whole: bool, completes: bool) -> int:
-        """Limit a chunk that is not `whole` to the time that is left, but not below `least` tokens, and take its time
-        from the budget. A chunk that `completes` its prompt may take a little longer."""
+    def _fitting(
+        self, start: int, most: int, is_long: bool, least: int, runs: Runs, *, whole: bool, completes: bool
+    ) -> int:
+        """Limit a chunk that is not `whole` to the time that is left, but not below `least` tokens, unless it would end
+        within one of the `runs`, and take its time from the budget. A chunk that `completes` its prompt may take a
+        little longer."""
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
         if left_s < UNLIMITED and not whole:
             shape = self.shape
@@ -151,7 +196,7 @@ class StepBudget:
             if fitting < most:
                 if not (completes and self._cost_model.prefill_s(start, most) <= left_s + self._completion_s):
                     even = -(-most // -(-most // fitting)) if completes and fitting else fitting
-                    most = max(even, min(most, least))
+                    most = uncut(max(even, min(most, least)), runs)
                 if most >= fitting:  # the rest of the time is too short for another chunk
                     self._long_left_s = 0.0
                     if left_s == self._left_s:
@@ -171,7 +216,9 @@ def grant_decodes(need: Int64s, budget: int) -> Int64s:
     return np.asarray(decoding * (decoding.cumsum() <= budget), np.int64)
 
 
-def grant_chunks(budget: StepBudget, need: Int64s, starts: Int64s, is_long: Bools) -> Int64s:
+def grant_chunks(
+    budget: StepBudget, need: Int64s, starts: Int64s, is_long: Bools, runs: Sequence[Runs] | None = None
+) -> Int64s:
     """Divide a budget among running prompts: the short ones by order, then the long ones. The first long prompt always
     gets a chunk, so a stream of short prompts can't starve it.
 
@@ -180,6 +227,7 @@ def grant_chunks(budget: StepBudget, need: Int64s, starts: Int64s, is_long: Bool
         need: int64 [rows], the tokens that each row lacks, in order.
         starts: int64 [rows], the first position to compute.
         is_long: bool [rows].
+        runs: for each row those among the tokens that it lacks.
 
     Returns:
         int64 [rows], at most `need` each.
@@ -187,7 +235,9 @@ def grant_chunks(budget: StepBudget, need: Int64s, starts: Int64s, is_long: Bool
     counts = np.zeros(len(need), np.int64)
     reserve = min(MIN_CHUNK, int(need[is_long][0]), (budget.tokens + 1) // 2) if is_long.any() else 0
     for row in np.flatnonzero(~is_long).tolist():
-        counts[row] = budget.chunk(int(starts[row]), int(need[row]), False, reserve)
+        uncut_runs = NO_RUNS if runs is None else runs[row]
+        counts[row] = budget.chunk(int(starts[row]), int(need[row]), False, reserve, runs=uncut_runs)
     for index, row in enumerate(np.flatnonzero(is_long).tolist()):
-        counts[row] = budget.chunk(int(starts[row]), int(need[row]), True, is_sure=index == 0)
+        uncut_runs = NO_RUNS if runs is None else runs[row]
+        counts[row] = budget.chunk(int(starts[row]), int(need[row]), True, is_sure=index == 0, runs=uncut_runs)
     return counts

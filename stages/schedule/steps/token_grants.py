@@ -26,7 +26,9 @@ class TokenGrants:
             config.prompt_max_slowdown,
             config.long_prompt_max_slowdown,
             max(config.max_num_batched_tokens, config.max_num_prefill_tokens),
+            config.max_whole_run,
         )
+        self._media = state.media
         self._preempts = state.policy.preempts
         self._rows = state.rows
         self._lifecycle = lifecycle
@@ -71,10 +73,12 @@ class TokenGrants:
     def chunks(self, budget: StepBudget, prompts: Int64s, need: Int64s, starts: Int64s) -> Int64s:
         """Divide a budget among these rows' prompts, by order: rank by rank."""
         ranks, is_long = self._rows.priority_key[prompts], self._rows.is_long[prompts]
+        runs = self._media.runs_of_all(prompts, starts, need)
         if len(ranks) == 0 or ranks[0] == ranks[-1]:
-            return grant_chunks(budget, need, starts, is_long)
+            return grant_chunks(budget, need, starts, is_long, runs)
         counts = np.zeros(len(prompts), np.int64)
         for rank in np.unique(ranks):
-            of_rank = ranks == rank
-            counts[of_rank] = grant_chunks(budget, need[of_rank], starts[of_rank], is_long[of_rank])
+            of_rank = np.flatnonzero(ranks == rank)
+            some = None if runs is None else [runs[index] for index in of_rank.tolist()]
+            counts[of_rank] = grant_chunks(budget, need[of_rank], starts[of_rank], is_long[of_rank], some)
         return counts

@@ -3,6 +3,7 @@ the death of a stage do not change it."""
 
 import base64
 import json
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ FAMILIES = {
     "llava": Family("llava", {}, {"num_additional_image_tokens": 1}),
     "llava, siglip": Family("llava, siglip", {}, {}),
     "llava_onevision": Family("", {}, {}),
+    "gemma3": Family("gemma3", {}, {"image_seq_length": ROWS}),
     "mistral3": Family("mistral3", {"size": {"longest_edge": TILE}}, {}),
     "llava, pixtral": Family("llava, pixtral, padded heads", {"size": {"longest_edge": TILE}}, {}),
 }
@@ -67,7 +69,8 @@ def make_folder(folder: Path, family: Family = IDEFICS3) -> tuple[Any, Path]:
     model = make(variant)
     source = save(folder, variant, model)
     (source / "processor_config.json").write_text(json.dumps(family.processor))
-    (source / "chat_template.jinja").write_text(SMOLVLM, encoding="utf-8")
+    placeholder = "<start_of_image>" if found.kind == "gemma3" else "<image>"
+    (source / "chat_template.jinja").write_text(SMOLVLM.replace("<image>", placeholder), encoding="utf-8")
     image_id = json.loads((source / "config.json").read_bytes())["image_token_id"]
     model.config.image_token_id = model.model.image_token_id = image_id
     return model, source
@@ -128,6 +131,8 @@ def theirs(model: Any, folder: Path, prompt: list[int], *data: bytes) -> list[in
         case media.Pixtral():
             inputs["image_sizes"] = torch.tensor([pixels.shape[2:]])
     ids = torch.tensor([prompt])
+    if isinstance(config, media.Gemma3):
+        inputs["token_type_ids"] = (ids == config.row_id).long()
     with torch.inference_mode():
         found = model.generate(
             ids,
@@ -239,6 +244,45 @@ def test_no_client_notices_the_death_of_a_stage(server: Server, alone: list[list
     server.look()
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Steps of fewer tokens than images have, and so few blocks that sequences are preempted."""
+    _, source = make_folder(tmp_path_factory.mktemp("gemma"), FAMILIES["gemma3"])
+    limits = "schedule.max_num_batched_tokens=16", "execute.kv_cache_bytes=64KiB", "schedule.max_num_seqs=4"
+    with Server(*rules(source), "supervisor.max_restarts=100", *limits) as server:
+        yield server
+
+
+def num_preemptions(server: Server) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        (found,) = re.findall(r"^vllm:num_preemptions_total\S* (\S+)", response.read().decode(), re.MULTILINE)
+    return float(found)
+
+
+def test_images_whose_positions_see_each_other(gemma: Server) -> None:
+    """In any batch, behind a prefix hit, after preemption, and after the death of each stage."""
+    samples = chat(png(22), "And?", n=4, temperature=1, seed=5, max_tokens=120)
+    bodies = [BODIES[0], {**BODIES[1], "max_tokens": 60}, BODIES[2], samples]
+    alone = [choices(gemma, body) for body in bodies]
+    assert num_preemptions(gemma) > 0
+    assert choices(gemma, {**samples, "n": 2}) == alone[3][:2]
+    for least in (-1, 2 * ROWS):  # at first, others may have evicted it
+        ids, num_cached = answer(gemma, bodies[1])
+        assert [ids] == alone[1] and num_cached > least
+    for stage in ("", *RESTARTED):
+        before = pids(gemma)
+        with ThreadPoolExecutor(8) as threads:
+            asked = [{**body, "cache_salt": f"{stage} {turn % 2}"} for turn in range(3) for body in bodies]
+            found = threads.map(lambda body: choices(gemma, body), asked)
+            if stage:
+                kill(before[f"{stage}.0"])
+            assert list(found) == alone * 3
+        if not stage:
+            continue
+        gemma.until(lambda health: health["status"] == "ok")
+        assert_restarted(before, pids(gemma), stage)
+
+
 @pytest.mark.parametrize(
     ("image", "param", "words"),
     [
@@ -346,16 +390,6 @@ def test_a_replay_of_a_stage_sends_the_same(recordings: dict[str, Path], tmp_pat
     comparison = compare(tmp_path / "out", recordings[stage])
     assert comparison.are_same, comparison.difference
     assert comparison.num_same == sum(comparison.sent.values()) > 3
-
-
-def test_images_of_gemma_3_are_refused_by_name(tmp_path: Path) -> None:
-    _, source = make_folder(tmp_path, Family("gemma3", {}, {"image_seq_length": 4}))
-    with Server(*rules(source)) as server:
-        assert next((tmp_path / "cache").rglob("media.json")).is_file()
-        error = refused(server, chat("x", png(1)))
-        assert error["code"] == "unsupported"
-        assert "images are not supported yet for gemma3 models" in error["message"]
-        assert choices(server, chat("No image."))
 
 
 def test_without_a_cache_for_rows_the_error_says_what_to_set(model: tuple[Any, Path]) -> None:

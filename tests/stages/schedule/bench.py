@@ -38,6 +38,8 @@ class Bench(Received):
         self.crash_counts = CrashCounts()
         self.black_box = memoryview(bytearray(NUM_BYTES))
         self.num_executors = 1
+        self.run_ends: dict[int, dict[int, int]] = {}
+        """`FakeExecutor.run_ends`, if the positions of a run see each other."""
         self.media: dict[int, dict[int, int]] = {}
         """`FakeExecutor.media`"""
         self.scheduler = self._scheduler(config)
@@ -71,7 +73,7 @@ class Bench(Received):
             num_swap_state_slots=config.states.num_swap_slots,
             num_encoder_rows=config.num_encoder_rows,
         )
-        executor.media = self.media
+        executor.media, executor.run_ends = self.media, self.run_ends
         return executor
 
     def _scheduler(self, config: SchedulerConfig) -> Scheduler:
@@ -162,6 +164,9 @@ class Bench(Received):
             media=list(media),
         )
         self.media[message.request_id] = contents_of(message.media)
+        if self.scheduler.config.max_whole_run:
+            runs = [run for item in message.media for run in item.runs]
+            self.run_ends[message.request_id] = {at + i: at + num for at, num in runs for i in range(num)}
         for reply in self.scheduler.admit(message):
             if isinstance(reply, m.Reject):
                 self.refused.append(reply)

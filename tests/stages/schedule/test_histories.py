@@ -32,7 +32,7 @@ class Histories(RuleBasedStateMachine):
 
     GROUPS: st.SearchStrategy[tuple[KVGroup, ...]] = st.just((FULL,))
     STATES: st.SearchStrategy[StateConfig] = st.just(StateConfig())
-    NUM_ENCODER_ROWS: st.SearchStrategy[int] = st.just(0)
+    NUM_ENCODER_ROWS, MAX_WHOLE_RUN = st.just(0), 0
     MAX_SLOWDOWNS: st.SearchStrategy[float] = st.just(float("inf"))
     IS_ENCODER = False
 
@@ -114,6 +114,7 @@ class Histories(RuleBasedStateMachine):
                 waits_for_adapters=waits_for_adapters,
                 states=states,
                 num_encoder_rows=data.draw(self.NUM_ENCODER_ROWS),
+                max_whole_run=self.MAX_WHOLE_RUN,
                 encode_max_slowdown=data.draw(self.MAX_SLOWDOWNS),
                 block_bytes=1,
                 slot_bytes=1,

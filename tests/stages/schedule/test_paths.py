@@ -132,6 +132,7 @@ SETTINGS = {
     "block_bytes": Feature(100),
     "slot_bytes": Feature(100),
     "num_encoder_rows": Feature(64),
+    "max_whole_run": Feature(40),
     "sleep_cache_bytes": Feature(1000),
 }
 

@@ -117,6 +117,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         block_bytes=12_288,
         slot_bytes=4_096,
         num_encoder_rows=512,
+        max_whole_run=80,
         generates=False,
     )
     found = msgspec.structs.asdict(
@@ -155,6 +156,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "block_bytes": 12_288,
         "slot_bytes": 4_096,
         "num_encoder_rows": 512,
+        "max_whole_run": 80,
         "sleep_cache_bytes": 1_000_000,
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))

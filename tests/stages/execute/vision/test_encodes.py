@@ -1,10 +1,9 @@
 """Steps with images: their rows go into the encoder cache, and positions read them in place of embeddings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,13 +13,12 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.kernels.cpu.isa import available
-from pipeline.media import config as media
+from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.vision_config import VisionConfig
-from pipeline.stages.execute.cpu.encodes import load_encodes
+from pipeline.stages.execute.cpu.encodes import MediaFacts, load_encodes
 from pipeline.stages.execute.ranks.context import RankContext
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
-from tests.stages.execute.vision.tiny_towers import VARIANTS, images, make, normalized, prepared, save
+from tests.stages.execute.vision.tiny_towers import VARIANTS, Variant, images, make, normalized, prepared, save
 
 VARIANT = VARIANTS["idefics3"]
 ROWS = 9
@@ -35,9 +33,9 @@ NUM_IDS = 30
 class Model:
     """A tiny model in transformers, and its prepared folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = make(VARIANT)
-        source = save(folder, VARIANT, self.model)
+    def __init__(self, folder: Path, variant: Variant = VARIANT) -> None:
+        self.model, self.kind = make(variant), variant.kind
+        source = save(folder, variant, self.model)
         self.folder = prepared(folder, source)
         self.image_id = msgspec.json.decode((source / "config.json").read_bytes())["image_token_id"]
         self.model.config.image_token_id = self.model.model.image_token_id = self.image_id
@@ -47,14 +45,24 @@ class Model:
 
     def logits(self, pixels: np.ndarray) -> np.ndarray:
         """Of all positions, [ids, vocab_size]."""
+        ids, values = torch.tensor([self.ids]), normalized(pixels)
+        inputs: dict[str, Any] = {"pixel_values": values[None]}
+        if self.kind == "gemma3":
+            inputs = {"pixel_values": values, "token_type_ids": (ids == self.image_id).long()}
         with torch.inference_mode():
-            found = self.model(input_ids=torch.tensor([self.ids]), pixel_values=normalized(pixels)[None])
+            found = self.model(input_ids=ids, **inputs)
         return found.logits[0].numpy()
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The positions of an image see each other."""
+    return Model(tmp_path_factory.mktemp("gemma"), VARIANTS["gemma3"])
 
 
 @pytest.fixture(params=["torch", *available()])
@@ -64,14 +72,19 @@ def driver(request: Any, model: Model) -> Iterator[Driver]:
         yield found
 
 
+@pytest.fixture(params=["torch", *available()])
+def gemma_driver(request: Any, gemma: Model) -> Iterator[Driver]:
+    dtype = "float32" if request.param == "torch" else "bfloat16"
+    with closing(driver_of(gemma, request.param, dtype)) as found:
+        yield found
+
+
 class ClosingDriver(Driver):
     def close(self) -> None:
         self.runner.close()
 
 
-def driver_of(
-    model: Model | SimpleNamespace, kernels: str, dtype: str, num_bytes: int = NUM_ROWS * HIDDEN_BYTES
-) -> ClosingDriver:
+def driver_of(model: Model, kernels: str, dtype: str, num_bytes: int = NUM_ROWS * HIDDEN_BYTES) -> ClosingDriver:
     config = settings(kernels=kernels, dtype=dtype)
     execute = msgspec.structs.replace(config.execute, encoder_cache_bytes=num_bytes)
     return ClosingDriver(model.folder, msgspec.structs.replace(config, execute=execute))
@@ -99,13 +112,25 @@ def compute(
 ) -> tuple[np.ndarray, float]:
     """The logits behind the prompt, computed in chunks, and the seconds of encodes. Without pixels, nothing is
     encoded."""
+    return compute_chunks(driver, model, slots, [*range(0, NUM_IDS, chunk)], pixels)
+
+
+def compute_chunks(
+    driver: Driver,
+    model: Model,
+    slots: np.ndarray,
+    begins: Sequence[int],
+    pixels: np.ndarray | None = None,
+    shared: Sequence[int] = (),
+) -> tuple[np.ndarray, float]:
+    """The same for chunks that begin there; `shared` blocks have what is before the first one."""
     row, encode_s = driver.take_row(), 0.0
-    blocks = driver.take_blocks(NUM_IDS + 1)
-    for start in range(0, NUM_IDS, chunk):
-        count = min(chunk, NUM_IDS - start)
+    blocks = [*shared, *driver.take_blocks(NUM_IDS + 1 - len(shared) * BLOCK_SIZE)]
+    for start, end in pairwise([*begins, NUM_IDS]):
+        count = end - start
         step = make_step(
-            [(row, start, count, start + count == NUM_IDS)],
-            adds=[] if start else [row_add(row, model.ids, blocks, GREEDY)],
+            [(row, start, count, end == NUM_IDS)],
+            adds=[row_add(row, model.ids, blocks, GREEDY)] if start == begins[0] else [],
         )
         fields = spans_of(row, start, count, slots)
         if pixels is not None and fields["span_rows"]:
@@ -163,6 +188,26 @@ def test_an_item_that_was_begun_is_dropped_for_another(driver: Driver, model: Mo
     assert np.array_equal(again, whole)
 
 
+def test_positions_of_gemma_s_images_see_each_other(gemma_driver: Driver, gemma: Model) -> None:
+    facts, (first, second) = gemma_driver.runner.facts, RUNS
+    assert (facts.num_encoder_rows, facts.max_whole_run) == (NUM_ROWS, ROWS)
+    theirs, slots = gemma.logits(PIXELS)[-1], np.arange(2 * ROWS)
+    ours, _ = compute(gemma_driver, gemma, slots, pixels=PIXELS)
+    if gemma_driver.runner.kernels == "torch":
+        assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+    else:
+        assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) > 0.999
+    for begins in ([0, 1, *(sum(first), second[0]), sum(second)], [0, second[0], sum(second) + 1], [0, first[0]]):
+        again, _ = compute_chunks(gemma_driver, gemma, slots, begins)
+        assert np.array_equal(again, ours)
+    # The first block, which the first row has computed, ends within the second image.
+    assert second[0] < BLOCK_SIZE < sum(second)
+    again, _ = compute_chunks(gemma_driver, gemma, slots, [BLOCK_SIZE], shared=[0])
+    assert np.array_equal(again, ours)
+    cut, _ = compute_chunks(gemma_driver, gemma, slots, [0, first[0] + 1])
+    assert np.abs(cut - ours).max() > 1e-4, "what is behind a position counts"
+
+
 def test_a_row_that_has_ended_reads_nothing(driver: Driver, model: Model) -> None:
     whole, _ = compute(driver, model, np.arange(2 * ROWS), pixels=PIXELS)
     driver.clear()
@@ -184,20 +229,13 @@ def test_the_number_of_rows_is_that_of_the_setting(model: Model) -> None:
         driver_of(model, "torch", "float32", HIDDEN_BYTES - 1)
 
 
-def test_a_model_whose_images_see_what_is_behind_them_encodes_none(tmp_path: Path) -> None:
-    variant = VARIANTS["gemma3"]
-    folder = prepared(tmp_path, save(tmp_path, variant, make(variant)))
-    assert VisionConfig.load(folder) is not None and isinstance(media.load(folder), media.Gemma3)
-    with closing(driver_of(SimpleNamespace(folder=folder), "torch", "float32")) as found:
-        assert found.runner.facts.num_encoder_rows == 0
-
-
 def test_a_rank_that_does_not_encode_frees_what_a_step_brings_and_embeds_no_placeholder(model: Model) -> None:
     config = settings()
     execute = msgspec.structs.replace(config.execute, encoder_cache_bytes=NUM_ROWS * HIDDEN_BYTES)
     config = msgspec.structs.replace(config, execute=execute)
-    encodes, num_rows = load_encodes(config, model.folder, None, RankContext(1, 2, -1, 1.0))
-    assert encodes is not None and encodes.rows is None and num_rows == NUM_ROWS
+    facts = MediaFacts.of(config, model.folder)
+    encodes = load_encodes(config, model.folder, None, RankContext(1, 2, -1, 1.0), facts)
+    assert encodes is not None and encodes.rows is None and facts.num_encoder_rows == NUM_ROWS
     taken: list[Any] = []
     job = m.EncodeJob(bytes(16), i32(range(18)), [0, 0], PIXELS.tobytes(), shape=list(PIXELS.shape))
     step = msgspec.structs.replace(make_step(), encodes=[job], **spans_of(0, 0, NUM_IDS, np.arange(2 * ROWS)))
@@ -205,5 +243,5 @@ def test_a_rank_that_does_not_encode_frees_what_a_step_brings_and_embeds_no_plac
     spans = (step.span_rows, step.span_starts, step.span_counts, step.span_slots)
     assert len(taken) == 6 and all(one in taken for one in (job.slots, job.pixels, *spans))
     ids = np.arange(NUM_IDS, dtype=np.int32)
-    encodes.put(ids, *(np.array([value], np.int32) for value in (0, 0, NUM_IDS)))
+    encodes.put(ids, ids, *(np.array([value], np.int32) for value in (0, 0, NUM_IDS)))
     assert np.flatnonzero(ids < 0).tolist() == [start + i for start, num in RUNS for i in range(num)]

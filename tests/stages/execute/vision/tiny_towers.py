@@ -100,6 +100,13 @@ SIGLIP = {
 }
 OF_SIGLIP = {**SIGLIP, "model_type": "siglip_vision_model"}
 RESOLUTIONS = [[48 * lines, 48 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
+GEMMA3_TEXT = {
+    **TEXT,
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 QWEN2 = {**TEXT, "model_type": "qwen2"}
 VARIANTS: dict[str, Variant] = {
     "idefics3": Variant("idefics3", SIGLIP, {"scale_factor": 2}, sizes=((48, 48), (48, 16), (32, 48), (16, 16))),
@@ -119,7 +126,7 @@ VARIANTS: dict[str, Variant] = {
     "gemma3": Variant(
         "gemma3",
         {**OF_SIGLIP, "num_attention_heads": 2},
-        {"text_config": {**TEXT, "model_type": "gemma3_text", "head_dim": 16}, "mm_tokens_per_image": 4},
+        {"text_config": GEMMA3_TEXT, "mm_tokens_per_image": 9},
         theirs=_tiles,
         processor=_processor("Gemma3"),
     ),
@@ -159,6 +166,9 @@ def make(variant: Variant, seed: int = 0) -> Any:
     config = AutoConfig.for_model(variant.kind, **{**parts, **variant.changes})
     model = AutoModelForImageTextToText.from_config(config)
     checkpoints.randomize(model, seed)
+    if variant.kind == "gemma3":  # it multiplies embeddings by 8: each id would follow itself
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.125)
     return model.eval()
 
 

@@ -88,5 +88,14 @@ class MediaHistories(Histories):
             assert self.bench.scheduler.media.cache.num_held == 0
 
 
+class WholeRunHistories(MediaHistories):
+    """The positions of a run see each other, as those of Gemma 3's images."""
+
+    STATES = st.just(StateConfig())
+    MAX_WHOLE_RUN = max(IMAGE_ROWS.values())
+
+
 TestMediaHistories = MediaHistories.TestCase
 TestMediaHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+TestWholeRunHistories = WholeRunHistories.TestCase
+TestWholeRunHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)

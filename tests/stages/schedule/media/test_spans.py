@@ -10,6 +10,7 @@ import pytest
 from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config, media_item
@@ -33,8 +34,8 @@ def bench_of(depth: int = 1, **changes: Any) -> Bench:
     return Bench(config(**({"num_encoder_rows": ROWS, "num_blocks": 200} | changes)), depth)
 
 
-def admit(bench: Bench, *names: str, max_tokens: int = 4, **others: Any) -> int:
-    prompt, media = prompt_of(*names)
+def admit(bench: Bench, *names: str, max_tokens: int = 4, text: int = 4, **others: Any) -> int:
+    prompt, media = prompt_of(*names, text=text)
     return bench.admit(prompt, max_tokens, media=media, **others)
 
 
@@ -294,3 +295,26 @@ def test_pixels_are_freed_when_a_request_is_closed_and_kept_when_ingest_dies() -
     assert len(freed) == 1, "the request may be computed again"
     bench.scheduler.close(m.Closed(number, 1))
     assert len(freed) == 2
+
+
+def test_a_prompt_whose_run_is_whole_is_preempted_by_the_plan_that_deferred_it() -> None:
+    few = {"num_blocks": 6, "max_num_seqs": 2, "max_num_batched_tokens": 16, "long_prompt_tokens": 20}
+    bench = bench_of(**few, policy="priority", kv_groups=(KVGroup(1),), prefix_caching=False, max_whole_run=ROWS)
+    bench.admit([1], 1, 3, priority=-1)
+    bench.admit([3] * 17, 1, priority=0, media=[media_item("c", (0, 17))])
+    finish(bench)
+
+
+def test_a_run_whose_positions_see_each_other_is_in_one_step() -> None:
+    bench = bench_of(max_num_batched_tokens=16, max_whole_run=ROWS)
+    bench.admit(range(5), max_tokens=60)
+    admit(bench, "a", "b", text=10)
+    counts = []
+    while not bench.scheduler.lifecycle.is_idle:
+        bench.fill()
+        for step in bench.steps:
+            counts += np.frombuffer(inline(step.counts), np.int32).tolist()
+        bench.answer()
+        bench.report()
+    assert counts.count(ROWS) == 2
+    bench.check_outputs()

@@ -1,5 +1,7 @@
 """The token budget of a step, and its distribution over sequences."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -208,3 +210,49 @@ def test_a_sequence_starts_only_if_each_running_one_can_get_its_next_block() -> 
     assert policy.may_start(num_available=10, num_needed=8, num_running=2)
     assert not policy.may_start(num_available=10, num_needed=9, num_running=2)
     assert policy.may_start(num_available=10, num_needed=10, num_running=0)
+
+
+RUN = 40
+RUNS = [(10, 10 + RUN), (55, 55 + RUN)]
+
+
+def chunk(budget: StepBudget, need: int, begin: int = 0, **how: Any) -> int:
+    """Of a prompt with RUNS, of which `begin` positions are computed."""
+    runs = [(first - begin, end - begin) for first, end in RUNS if end > begin]
+    return budget.chunk(begin, need, False, runs=runs, **how)
+
+
+def test_a_chunk_ends_within_no_run() -> None:
+    def first(tokens: int, begin: int = 0) -> int:
+        return chunk(StepBudget(BudgetLimits(tokens, run_tokens=RUN), StepCostModel(), 0, 0), 120, begin)
+
+    assert [first(tokens) for tokens in (4, 10, 11, 49, 50, 54, 94, 95, 96)] == [4, 10, 10, 10, 50, 54, 55, 95, 96]
+    assert [first(tokens, 10) for tokens in (1, 39, 40, 41)] == [40, 40, 40, 41], (
+        "the first one is larger than the limit"
+    )
+    assert [first(tokens, 30) for tokens in (1, 19, 20, 24)] == [20, 20, 20, 24], "it is computed up to there"
+
+
+def test_runs_that_are_not_sure_to_be_computed_wait_for_a_step_with_room() -> None:
+    budget = StepBudget(BudgetLimits(60, run_tokens=RUN), StepCostModel(), 0, 0)
+    assert budget.chunk(0, 30, False) == 30
+    assert chunk(budget, 100, 10) == 0
+    assert chunk(budget, 100, 0) == 10
+    assert chunk(budget, 100, 10, is_sure=True) == RUN
+    assert budget.tokens == 0 and chunk(budget, 100, 10, is_sure=True) == 0
+
+
+def test_a_run_beyond_the_limit_leaves_long_prompts_what_is_reserved_for_them() -> None:
+    budget = StepBudget(BudgetLimits(20, run_tokens=RUN), StepCostModel(), 0, 0)
+    assert chunk(budget, 100, 10, reserve=10) == RUN
+    assert budget.tokens == 10
+    assert chunk(budget, 100, 55, is_sure=True) == RUN
+    assert budget.tokens == 0
+
+
+def test_a_run_takes_more_time_than_there_is_only_at_the_begin_of_a_step(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(500, max_slowdown=4.0, run_tokens=RUN), cost_model, 8, 800)
+    assert chunk(budget, 100, 10) == RUN
+    budget = StepBudget(BudgetLimits(500, max_slowdown=4.0, run_tokens=RUN), cost_model, 8, 800)
+    assert budget.chunk(0, 10, False) == 10
+    assert chunk(budget, 100, 10) == 0
