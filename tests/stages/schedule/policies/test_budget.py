@@ -162,6 +162,14 @@ def test_short_prompts_leave_time_for_a_deferred_long_one(cost_model: StepCostMo
     assert alone_s + cost_model.prefill_s(0, short + long) == pytest.approx(3.0 * alone_s, rel=0.05)
 
 
+def test_while_a_long_prompt_is_deferred_only_long_ones_of_lower_rank_may_start(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(1000), cost_model, 20, 2000)
+    budget.hold_for_long(1)
+    assert [budget.has_room_for_long(rank) for rank in (0, 1, 2)] == [True, False, False]
+    budget.release_held()
+    assert all(budget.has_room_for_long(rank) for rank in (0, 1, 2))
+
+
 def test_the_limit_of_long_prompts_applies_only_to_them(cost_model: StepCostModel) -> None:
     limits = BudgetLimits(1000, long_max_slowdown=3.0)
     assert StepBudget(limits, cost_model, 20, 2000).chunk(0, 500, False) == 500
