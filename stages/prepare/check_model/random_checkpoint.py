@@ -240,8 +240,8 @@ def _fewer_experts(config: Any, num_layers: int, hidden_size: int) -> dict[str, 
         if (inner := getattr(config, name, None)) is not None:
             changes[name] = min(int(inner), hidden_size + 32)
     if (groups := getattr(config, "n_group", None)) is not None and groups > 1:
-        chosen = EXPERT_GROUPS * int(config.topk_group) // int(groups)
-        changes["n_group"], changes["topk_group"] = EXPERT_GROUPS, min(max(1, chosen), EXPERT_GROUPS)
+        num_chosen = EXPERT_GROUPS * int(config.topk_group) // int(groups)
+        changes["n_group"], changes["topk_group"] = EXPERT_GROUPS, min(max(1, num_chosen), EXPERT_GROUPS)
     for name in ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"):
         if (first := getattr(config, name, None)) is not None:
             changes[name] = min(int(first), num_layers - 1)
