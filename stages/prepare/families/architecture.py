@@ -185,6 +185,9 @@ TEXT_PARTS = {
     "smolvlm": "llama",
     "llava": "llama",
     "llava_onevision": "qwen2",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
 }
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
 LLAMA_7B = {
@@ -195,8 +198,36 @@ LLAMA_7B = {
     "vocab_size": 32000,
 }
 """Sizes that LLaVA's text_config may lack: transformers' defaults of Llama."""
-OLD_TEXT_TYPES = {"exaone4_5_text": "exaone4"}
-"""`model_type` of text models in older files."""
+QWEN2_VL = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+QWEN3_VL = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 128000,
+    "rope_theta": 500000.0,
+}
+TEXT_DEFAULTS = {"qwen2_vl_text": QWEN2_VL, "qwen2_5_vl_text": QWEN2_VL, "qwen3_vl_text": QWEN3_VL}
+"""transformers' defaults that differ from those of the architecture in TEXT_TYPES."""
+TEXT_TYPES = {
+    "exaone4_5_text": "exaone4",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+"""The architectures of text models whose `model_type` is not that."""
+FLAT = ("qwen2_vl", "qwen2_5_vl")
+"""Models whose older files have the keys of the text model beside `vision_config`."""
 TIED = ("gemma3", "gemma4", "gemma4_unified", "mistral3")
 """Of these, those with a tied head by default."""
 
@@ -211,14 +242,27 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     kind, text = config.get("model_type"), config.get("text_config")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         return None
+    if text is None and kind in FLAT:
+        text = {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
     if not isinstance(text, dict):
         raise ConfigFault(f"text_config is {shown(text)}; it must be the object that describes the text model")
     shared = {key: config[key] for key in ("eos_token_id", "bos_token_id") if key in config}
     ties = [Keys(part, {}, {TIE: default}).flag(TIE) for part, default in ((config, kind in TIED), (text, False))]
     own = text.get("model_type") or TEXT_PARTS[kind]
-    own = OLD_TEXT_TYPES.get(own, own) if isinstance(own, str) else own
-    sizes = LLAMA_7B if kind == "llava" and own == "llama" else {}
-    return {**sizes, **shared, **text, "model_type": own, TIE: any(ties)}
+    if not isinstance(own, str):
+        return {**shared, **text, "model_type": own, TIE: any(ties)}
+    sizes = LLAMA_7B if kind == "llava" and own == "llama" else TEXT_DEFAULTS.get(own, {})
+    return {**sizes, **shared, **_with_plain_rope(text), "model_type": TEXT_TYPES.get(own, own), TIE: any(ties)}
+
+
+def _with_plain_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """A text has equal positions along all axes of M-RoPE (Qwen-VL), which then is plain rotary embedding."""
+    changed = {
+        key: {**rope, "rope_type": "default"}
+        for key in ("rope_scaling", "rope_parameters")
+        if isinstance(rope := text.get(key), dict) and rope.get("rope_type", rope.get("type")) == "mrope"
+    }
+    return {**text, **changed}
 
 
 def as_part(layout: Layout) -> Layout:

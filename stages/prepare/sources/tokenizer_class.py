@@ -156,6 +156,7 @@ GENERAL = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTo
 """Names of the general class, without `Fast` at their end."""
 OF_MODELS = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "Qwen2Tokenizer"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("gpt2", "phi", "opt", "starcoder2"), "GPT2Tokenizer"),

@@ -41,8 +41,11 @@ FUSED = "mlp.experts.gate_up_proj"
 
 
 def is_part(layout: Layout) -> bool:
-    """Whether the model is the text model of one for texts and images."""
-    return layout.layers.startswith((TEXT_PREFIX, *TEXT_MODELS))
+    """Whether the model is the text model of one for texts and images. Qwen2-VL's names may be Llama's, which only the
+    layout of a part (`as_part`) has pieces for."""
+    embedding = layout.pieces.get("model.embed_tokens")
+    has_llama_s = embedding is not None and embedding.tensor == "model.embed_tokens"
+    return has_llama_s or layout.layers.startswith((TEXT_PREFIX, *TEXT_MODELS))
 
 
 def with_layout_of(config: ModelConfig, names: Collection[str]) -> ModelConfig:
@@ -89,7 +92,7 @@ def _variants(name: str, layout: Layout) -> list[str]:
     if is_part(layout):
         if name.startswith(TEXT_MODEL):
             inner = name.removeprefix(TEXT_MODEL)
-            return [name, *(f"{prefix}{inner}" for prefix in TEXT_MODELS)]
+            return [name, *(f"{prefix}{inner}" for prefix in TEXT_MODELS), f"model.{inner}"]
         inner = name.removeprefix(TEXT_PREFIX)
         return [name, inner, f"model.{inner}"]
     base = layout.layers.partition(".")[0] + "."

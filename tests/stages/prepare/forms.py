@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,12 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from tests.stages.execute import tiny_architectures
@@ -55,6 +61,20 @@ def _mistral3(kind: str = "mistral", **changes: Any) -> Any:
     return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision))
 
 
+QWEN_VISION = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64}
+QWEN_VL: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, {"embed_dim": 32, "hidden_size": 64}),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, {"fullatt_block_indexes": [0]}),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, {"deepstack_visual_indexes": [0]}),
+}
+"""By name: the classes of the config and of the model, and what their vision_config has besides QWEN_VISION."""
+
+
+def _qwen_vl(config: Any, model: Any, vision: dict[str, Any]) -> Any:
+    text = {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
+    return model(config(text_config=text, vision_config={**QWEN_VISION, **vision}))
+
+
 def _variant(kind: str, **changes: Any) -> Callable[[], Any]:
     return lambda: tiny_architectures.make(Variant(kind, {**SIZES, **changes}, {}))
 
@@ -80,6 +100,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "gemma3": _gemma3,
     "mistral3": _mistral3,
+    **{name: partial(_qwen_vl, *parts) for name, parts in QWEN_VL.items()},
     "idefics3": lambda: Idefics3ForConditionalGeneration(
         Idefics3Config(text_config={**TEXT, "model_type": "llama"}, vision_config=VISION, image_token_id=5)
     ),
@@ -88,6 +109,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     **{name: _named(name) for name in ("gpt2", "gpt_neox", "opt", "bloom", "qwen3_moe", "mixtral", "starcoder2")},
 }
+
+
+IMAGE_MODELS = ("gemma3", "mistral3", "idefics3", *QWEN_VL)
+"""Those for texts and images."""
 
 
 @cache
@@ -176,7 +201,7 @@ def reference(path: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoConfig.from_pretrained(path).model_type
-    loader = AutoModelForImageTextToText if kind in ("gemma3", "mistral3", "idefics3") else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if kind in IMAGE_MODELS else AutoModelForCausalLM
     made, info = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"], "no reference: transformers makes up weights"
     return made.eval()

@@ -112,6 +112,22 @@ def other_shards(folder: Folder) -> None:
     folder.save(tensors)
 
 
+def flat(folder: Folder) -> None:
+    """The keys of the text model beside vision_config, as older versions of transformers write Qwen-VL."""
+    before = json.loads((folder.path / "config.json").read_text())
+    text = before.pop("text_config")
+    rope = text.pop("rope_parameters")
+    theirs = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    (folder.path / "config.json").write_text(json.dumps({**text, **theirs, **before}))
+
+
+def as_on_the_hub(folder: Folder) -> None:
+    folder.rename(lambda name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual."))
+
+
 MODEL = "language_model.model."
 EMBEDDING = f"{MODEL}embed_tokens.weight"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -158,6 +174,9 @@ HEADS: dict[str, tuple[str, list[Change], str]] = {
     "idefics3 without model.": (
         "idefics3", [lambda folder: folder.rename(lambda name: name.removeprefix("model."))], "images are not served",
     ),
+    **{name: (name, [], "images are not served") for name in forms.QWEN_VL},
+    "qwen2_vl as on the hub": ("qwen2_vl", [flat, as_on_the_hub], "images are not served"),
+    "qwen2_5_vl as on the hub": ("qwen2_5_vl", [flat, as_on_the_hub], "images are not served"),
     "mistral3, the same head": ("mistral3", [same_head("lm_head.weight", EMBEDDING)], "the LM head equals the embed"),
 }  # fmt: skip
 """The model, what is done to its folder, and what its notes say."""
