@@ -54,7 +54,7 @@ def _gateway_problems(settings: Settings) -> list[str]:
     ]
     if problem := zmq_setting.problem_of(gateway.zmq):
         problems.append(problem)
-    problems += browsers.problems_of(gateway.allowed_hosts, gateway.allowed_origins)
+    problems += browsers.problems_of(gateway.allowed_hosts, gateway.allowed_origins, gateway.allowed_media_domains)
     problems += browsers.cors_problems(gateway.allowed_methods, gateway.allowed_headers)
     for key, path in (("ssl_keyfile", gateway.ssl_keyfile), ("ssl_ca_certs", gateway.ssl_ca_certs)):
         if path and not gateway.ssl_certfile:

@@ -12,6 +12,7 @@ from pipeline.config.settings import Settings
 AS_SETTINGS = {
     "--allow-credentials": "gateway.allow_credentials=true",
     "--allowed-headers": "gateway.allowed_headers=LIST",
+    "--allowed-media-domains": "gateway.allowed_media_domains=LIST",
     "--allowed-methods": "gateway.allowed_methods=LIST",
     "--allowed-origins": "gateway.allowed_origins=LIST",
     "--api-server-count": "gateway.replicas=N",

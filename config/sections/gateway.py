@@ -157,6 +157,13 @@ class GatewaySettings(Frozen, frozen=True):
         bool,
         Meta(description="Let browsers send cookies and client certificates for pages of gateway.allowed_origins."),
     ] = False
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Hosts from which images that requests name by https: URLs are fetched, at port 443 of public "
+            'addresses. Empty: none are. "*.example.com" is every name below example.com, "*" any name.'
+        ),
+    ] = ()
     ssl_certfile: Annotated[
         str,
         Meta(

@@ -107,12 +107,16 @@ def cors_problems(allowed_methods: tuple[str, ...], allowed_headers: tuple[str, 
     ]
 
 
-def problems_of(allowed_hosts: tuple[str, ...], allowed_origins: tuple[str, ...]) -> list[str]:
+def problems_of(
+    allowed_hosts: tuple[str, ...], allowed_origins: tuple[str, ...], allowed_media_domains: tuple[str, ...] = ()
+) -> list[str]:
     """What is wrong with these settings, each a sentence that begins with the key."""
+    listed = (("allowed_hosts", "pipeline", allowed_hosts), ("allowed_media_domains", "images", allowed_media_domains))
     found = [
-        f'gateway.allowed_hosts: "{entry}" is not a host name: write it without scheme, port and path, as '
-        '"pipeline.example.com", "*.example.com" for all names below it, or "*" for any name'
-        for entry in allowed_hosts
+        f'gateway.{key}: "{entry}" is not a host name: write it without scheme, port and path, as '
+        f'"{example}.example.com", "*.example.com" for all names below it, or "*" for any name'
+        for key, example, entries in listed
+        for entry in entries
         if normalized_host(entry) is None
     ]
     found += [

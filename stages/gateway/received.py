@@ -17,6 +17,7 @@ from pipeline.stages.gateway.apis.responses.parsing import Referred, parse_respo
 from pipeline.stages.gateway.apis.table import API_ROUTES
 from pipeline.stages.gateway.http.route import Parse
 from pipeline.stages.gateway.parsing import resumption
+from pipeline.stages.gateway.parsing.chat.images import LinkedImage
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, parse_generate
 
@@ -64,15 +65,19 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     """Of /v1/responses: makes the ids of new items unique."""
     referred: Referred | None = None
     """Of /v1/responses: what it took from the stored responses."""
+    fetched: tuple[bytes, ...] = ()
+    """The images of URLs, in order, once they are fetched."""
 
     def complete(self, parsed: ParsedRequest, limits: RequestLimits) -> ParsedRequest:
         """Add to a parsed body what is not in it, and its size. Raises ApiError."""
+        has_resume_points = self.wants_resume_points and resumption.is_resumable(parsed)
+        parsed = self.with_fetched(parsed)
         parsed = msgspec.structs.replace(
             parsed,
             size=parsed.size or measure(parsed),
             received_s=self.received_s,
             request_id=self.request_id or parsed.request_id,
-            has_resume_points=self.wants_resume_points and resumption.is_resumable(parsed),
+            has_resume_points=has_resume_points,
             scope=self.scope,
             with_metrics=self.with_metrics,
             left_s=self.left_s,
@@ -82,6 +87,17 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
         assert limits.max_prompt_tokens is not None, "the server was ready"
         points = self.body[: self.num_point_bytes]
         return resumption.with_resume_points(parsed, points, self.arrived_s, limits.max_prompt_tokens)
+
+    def with_fetched(self, parsed: ParsedRequest) -> ParsedRequest:
+        """Give the images of URLs their data, if it is here."""
+        if not self.fetched:
+            return parsed
+        fetched = iter(self.fetched)
+        images = [
+            m.EncodedImage(next(fetched), one.param, one.detail) if isinstance(one, LinkedImage) else one
+            for one in parsed.images
+        ]
+        return msgspec.structs.replace(parsed, images=images)
 
 
 def adapter_of(parsed: ParsedRequest) -> m.Adapter | None:

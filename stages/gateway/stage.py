@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 from aiohttp.typedefs import Handler
 
+from pipeline.config.values.browsers import normalized_host
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.sockets import descriptors
@@ -100,6 +101,7 @@ class GatewayStage:
             settings.served_model_name or model.config.name,
             topology.max_open_of_one(settings),
             has_priorities=settings.schedule.policy == "priority",
+            allowed_media_domains=tuple(filter(None, map(normalized_host, settings.gateway.allowed_media_domains))),
             caps=settings.limits,
             formats=self.requests.formats,
             defaults=defaults,

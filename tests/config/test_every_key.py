@@ -237,6 +237,9 @@ EFFECTS = {
     "limits.max_logit_bias": CAPPED,
     "limits.max_bad_words": CAPPED,
     "limits.max_tools": CAPPED,
+    "gateway.allowed_media_domains": (
+        "tests/stages/gateway/media/test_fetched_requests.py::test_an_image_of_a_url_is_fetched"
+    ),
     "limits.max_images": "tests/stages/gateway/parsing/test_images.py::test_max_images_bounds_a_request",
     "limits.max_prompt_bytes": CAPPED,
     "limits.max_grammar_bytes": f"{GATEWAY}::test_max_grammar_bytes_bounds_a_schema",

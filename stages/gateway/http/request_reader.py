@@ -13,9 +13,12 @@ from pipeline.http_server.access.key_accounts import ACCOUNT, COUNTED, Account
 from pipeline.http_server.bodies import body_reader
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader, OutOfTime, Rest
 from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.stages.gateway.admission.open_bytes import measure
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.media.fetcher import MediaFetcher
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing import resumption
+from pipeline.stages.gateway.parsing.chat.images import LinkedImage
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import NotReady, Readiness
 from pipeline.stages.gateway.received import PARSERS, Parser, Received, adapter_of
@@ -25,7 +28,12 @@ class RequestReader:
     """Reads requests of all APIs."""
 
     def __init__(
-        self, readiness: Readiness, requests: RequestTable, limits: RequestLimits, settings: GatewaySettings
+        self,
+        readiness: Readiness,
+        requests: RequestTable,
+        limits: RequestLimits,
+        settings: GatewaySettings,
+        fetcher: MediaFetcher | None = None,
     ) -> None:
         self._readiness = readiness
         self._requests = requests
@@ -33,6 +41,7 @@ class RequestReader:
         self.bodies = BodyReader(settings.max_body_bytes, limits.caps.max_json_depth)
         self._timeout_s = settings.request_timeout_s
         self._with_metrics = settings.per_request_metrics
+        self._fetcher = MediaFetcher() if fetcher is None else fetcher
 
     async def read(
         self, http_request: web.Request, api: str, parser: Parser | None = None
@@ -61,11 +70,25 @@ class RequestReader:
             with_metrics=self._with_metrics,
         )
         parsed, received = await self._parse_request(http_request, head, parser or PARSERS[api], limits)
+        parsed, received = await self._with_images(parsed, received)
         try:
             self._readiness.require_ready()
         except NotReady:
             http_request[KEPT_BODY] = received.body  # of a model of several, which may be loaded again for it
             raise
+        return parsed, received
+
+    async def _with_images(self, parsed: ParsedRequest, received: Received) -> tuple[ParsedRequest, Received]:
+        """Fetch the images that the request has as URLs. Raises ApiError."""
+        if not (linked := [one for one in parsed.images if isinstance(one, LinkedImage)]):
+            return parsed, received
+        left_s = math.inf if received.left_s is None else received.left_s
+        left_s = received.received_s + min(self._timeout_s or math.inf, left_s) - time.monotonic()
+        fetched = await self._fetcher.fetch(linked, received.scope, left_s)
+        received = msgspec.structs.replace(received, fetched=tuple(fetched))
+        parsed = received.with_fetched(parsed)
+        parsed = msgspec.structs.replace(parsed, size=measure(parsed))
+        self._requests.check_room(sum(map(len, fetched)))
         return parsed, received
 
     def limits_of_key(self) -> RequestLimits:

@@ -36,6 +36,8 @@ class RequestLimits(msgspec.Struct):
     """How it makes embeddings or logits."""
     why_no_images: str = TEXT_ONLY
     """Why requests can't have images; empty if they can."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which images may be fetched, as in the settings."""
     caps: Caps = Caps()
     """The settings in `limits`."""
     formats: ChatFormats = ChatFormats()
@@ -53,9 +55,9 @@ class RequestLimits(msgspec.Struct):
         """Whether the client may use a model or an adapter of this name, if there is one."""
         return not self.allowed or name in self.allowed or (name in self.aliases and self.model in self.allowed)
 
-    def images(self) -> ChatImages:
-        """Takes the images of one chat."""
-        return ChatImages(self.why_no_images, self.caps.max_images)
+    def images(self, *, fetches: bool = True) -> ChatImages:
+        """Takes the images of one chat. `fetches`: what has the request fetches those of URLs."""
+        return ChatImages(self.why_no_images, self.caps.max_images, self.allowed_media_domains if fetches else ())
 
     def for_key(self, allowed: tuple[str, ...]) -> "RequestLimits":
         """The limits of a client whose API key may use these names."""

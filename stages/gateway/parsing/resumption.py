@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.parsing.chat.images import LinkedImage
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Resumption
 
 MAX_POINTS_BYTES = 16 * 1024 * 1024
@@ -50,7 +51,8 @@ _heads = msgspec.json.Decoder(ResumePointHead)
 
 def is_resumable(parsed: ParsedRequest) -> bool:
     """Whether a stream can have resume points. Not if it has output that is no function of the ids of its sequences, or
-    several prompts. With several sequences, token details are not known to be complete at each point."""
+    several prompts. With several sequences, token details are not known to be complete at each point. An image that is
+    fetched again may be another one."""
     has_details = parsed.details.num_top is not None or parsed.details.with_ids
     return (
         parsed.stream
@@ -59,6 +61,7 @@ def is_resumable(parsed: ParsedRequest) -> bool:
         and not (parsed.echo or parsed.hides_output or parsed.is_prompt_only)
         and not (parsed.is_best_of or parsed.options.use_beam_search)
         and not (has_details and parsed.n > 1)
+        and not any(isinstance(image, LinkedImage) for image in parsed.images)
     )
 
 

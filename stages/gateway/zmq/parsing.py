@@ -63,7 +63,7 @@ def parse_generate(generate: ReceivedGenerate, limits: RequestLimits) -> ParsedR
     prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
     # `logprob_token_ids` alone request logprobs, as in vLLM's SamplingParams.
     num_top = 0 if request.logprobs is None and request.logprob_token_ids else request.logprobs
-    images = limits.images()
+    images = limits.images(fetches=False)
     parsed = parsed_request_of(
         request,
         1,

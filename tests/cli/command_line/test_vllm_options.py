@@ -9,6 +9,7 @@ from tests.cli.command_line.commands import ROOT, run
 VLLM_OPTIONS = {
     "--allow-credentials": ("gateway.allow_credentials", True),
     '--allowed-headers=["x-a"]': ("gateway.allowed_headers", ("x-a",)),
+    '--allowed-media-domains=["a.example"]': ("gateway.allowed_media_domains", ("a.example",)),
     '--allowed-methods=["GET", "POST"]': ("gateway.allowed_methods", ("GET", "POST")),
     '--allowed-origins=["*"]': ("gateway.allowed_origins", ("*",)),
     "--api-server-count=2": ("gateway.replicas", 2),

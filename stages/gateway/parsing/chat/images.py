@@ -1,15 +1,19 @@
-"""The images of a chat, as clients send them: base64, in a data: URL or alone. Pure.
+"""The images of a chat, as clients send them: base64, in a data: URL or alone, or a URL to be fetched. Pure.
 
 Images are not decoded here. What a client says of their format is ignored: ingest looks at their first bytes.
 """
 
 import binascii
+from collections.abc import Collection
+
+from yarl import URL
 
 from pipeline.config.settings import LimitSettings
 from pipeline.media.limits import IMAGE_ROLES, LIMITS
 from pipeline.media.support import TEXT_ONLY
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
+from pipeline.stages.gateway.media.urls import checked_url
 
 DETAILS = ("auto", "low", "high")
 MAX_HEADER_CHARS = 256
@@ -18,13 +22,25 @@ PIECE_CHARS = 256 * 1024
 """Decoded at a time, because nothing else runs in the process meanwhile: 0.3 ms. A multiple of 4"""
 
 
+class LinkedImage(m.EncodedImage, frozen=True, kw_only=True):
+    """One that is to be fetched: it has no data yet."""
+
+    url: URL
+
+
 class ChatImages:
     """Collects the images of one chat, in order."""
 
-    def __init__(self, why_none: str = TEXT_ONLY, max_images: int = LimitSettings().max_images) -> None:
-        """`why_none`: as in `RequestLimits.why_no_images`."""
+    def __init__(
+        self,
+        why_none: str = TEXT_ONLY,
+        max_images: int = LimitSettings().max_images,
+        allowed_domains: Collection[str] = (),
+    ) -> None:
+        """`why_none`: as in `RequestLimits.why_no_images`. `allowed_domains`: those of URLs that are fetched."""
         self._why_none = why_none
         self._max_images = max_images
+        self._allowed_domains = allowed_domains
         self.found: list[m.EncodedImage] = []
 
     def check(self, at: str, role: str, instead: str) -> None:
@@ -46,13 +62,20 @@ class ChatImages:
             raise invalid(detail_at, f"'{detail_at}' must be one of {', '.join(DETAILS)}", "invalid_value")
         head = url[: MAX_HEADER_CHARS + 1]
         scheme = head.partition(":")[0].lower()
+        if scheme in ("http", "https") and self._allowed_domains:
+            try:
+                checked = checked_url(url, self._allowed_domains)
+            except ValueError as error:
+                raise invalid(at, f"'{at}' {error}", "invalid_value") from None
+            self.found.append(LinkedImage(data=b"", param=at, detail=_detail(detail), url=checked))
+            return
         if scheme in ("http", "https"):
             message = f"'{at}' is an {scheme}: URL, and this server fetches none: send a data: URL, {_EXAMPLE}"
             raise invalid(at, message, "unsupported")
         comma = head.find(",")
         if scheme != "data" or comma < 0 or not head[:comma].lower().endswith(";base64"):
             raise invalid(at, f"'{at}' must be a data: URL with base64, {_EXAMPLE}", "invalid_value")
-        self._add(at, url, comma + 1, "" if detail in (None, "auto") else detail or "")
+        self._add(at, url, comma + 1, _detail(detail))
 
     def add_base64(self, at: str, text: str) -> None:
         """Add the image whose base64 the field `at` is. Raises ApiError."""
@@ -68,6 +91,10 @@ class ChatImages:
 
 
 _EXAMPLE = "such as data:image/png;base64,iVBORw0…"
+
+
+def _detail(given: str | None) -> str:
+    return "" if given is None or given == "auto" else given
 
 
 def _decoded(at: str, text: str, start: int) -> bytes:

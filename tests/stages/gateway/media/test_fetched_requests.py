@@ -1,0 +1,76 @@
+"""Requests whose images are URLs: ingest gets the bytes, and a recording has them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.admin.served_model import ServedModel
+from pipeline.stages.gateway.media.fetcher import MediaFetcher
+from pipeline.stages.gateway.parsing.chat.images import LinkedImage
+from tests.stages.gateway.gate import CHAT, Gate
+from tests.stages.replays import replays_alike
+
+DATA = "data:image/png;base64,YWJj"
+
+
+@pytest.fixture(autouse=True)
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The URLs that were fetched; the model takes images."""
+    urls: list[str] = []
+
+    async def fetch(self: MediaFetcher, images: Sequence[LinkedImage], scope: str, left_s: float) -> list[bytes]:
+        urls.extend(str(one.url) for one in images)
+        return [str(one.url).encode() for one in images]
+
+    monkeypatch.setattr(MediaFetcher, "fetch", fetch)
+    monkeypatch.setattr(ServedModel, "why_no_images", lambda *_: "")
+    return urls
+
+
+def chat(*urls: str, **others: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+    return CHAT | {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "Hi"}]}], **others}
+
+
+def test_an_image_of_a_url_is_fetched(tmp_path: Path, fetched: list[str]) -> None:
+    with Gate(tmp_path, allowed_media_domains=("Images.Example", "*.cdn.example")) as gate:
+        answer = gate.post(chat("https://images.example/a", DATA, "https://b.cdn.example/b"))
+        submit = gate.submit()
+        data = [b"https://images.example/a", b"abc", b"https://b.cdn.example/b"]
+        assert [(one.data, one.detail) for one in submit.images] == [(one, "low") for one in data]
+        assert all(type(one) is m.EncodedImage for one in submit.images)
+        gate.reject(submit, m.Failure(418, "seen"))
+        assert answer.result().status_code == 418
+        refused = gate.client.post("/v1/chat/completions", json=chat("https://other.example/a")).json()["error"]
+        assert refused["param"] == "messages[0].content[0].image_url.url"
+        assert "not in gateway.allowed_media_domains" in refused["message"]
+        assert fetched == ["https://images.example/a", "https://b.cdn.example/b"]
+
+
+def test_without_allowed_domains_none_is_fetched(tmp_path: Path, fetched: list[str]) -> None:
+    with Gate(tmp_path) as gate:
+        refused = gate.client.post("/v1/chat/completions", json=chat("https://images.example/a")).json()["error"]
+        assert "this server fetches none: send a data: URL" in refused["message"]
+    assert not fetched
+
+
+def test_a_replay_has_the_bytes_and_fetches_nothing(tmp_path: Path, fetched: list[str]) -> None:
+    recording = tmp_path / "gateway.rec"
+    with Gate(tmp_path, record=recording, allowed_media_domains=("images.example",)) as gate:
+        stream = gate.post(chat("https://images.example/a", stream=True), "/v1/chat/completions")
+        gate.serve("Hello")
+        assert "Hello" in stream.result().text
+    num_fetched = len(fetched)
+    assert replays_alike("gateway", recording).are_same and num_fetched == len(fetched) == 1
+
+
+def test_a_stream_whose_image_is_fetched_has_no_resume_points(tmp_path: Path) -> None:
+    with Gate(tmp_path, allowed_media_domains=("images.example",)) as gate:
+        for url, has_points in (("https://images.example/a", False), (DATA, True)):
+            headers = {"X-Pipeline-Resumable": "1"}
+            stream = gate.do(gate.client.post, "/v1/chat/completions", json=chat(url, stream=True), headers=headers)
+            gate.serve("Hello")
+            assert (": point {" in stream.result().text) == has_points
