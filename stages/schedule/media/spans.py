@@ -9,7 +9,8 @@ one that computes the last. Only a step that computes such a position encodes, s
     advance    encode what is not in the cache, hold it, and name the slots that the step's positions read
 
 Beside rows that decode, steps may encode an item in parts. Its room is held from the first part on, by no row. There is
-one such item at most; others wait until it is encoded, or its row is left.
+one such item at most; others wait until it is encoded, or its row is left. What was encoded for a sequence that is
+preempted stays until another item begins: by then, a sequence that goes before it needs one.
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from pipeline.stages.schedule.media.encode_costs import EncodeCosts
 from pipeline.stages.schedule.media.encoder_cache import EncoderCache
 from pipeline.stages.schedule.media.request_media import RequestMedia
 from pipeline.stages.schedule.policies.budget import MIN_CHUNK, NO_RUNS, Runs, first_run, uncut
+from pipeline.stages.schedule.request import NO_ROW, Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -32,7 +34,11 @@ class _Begun(NamedTuple):
     """An item that is encoded in part."""
 
     key: bytes
+    num_rows: int
+    sequence: Sequence
+    """For which it is encoded."""
     row: int
+    """NO_ROW if the sequence has left it."""
     generation: int
     num_done: int
     """Parts"""
@@ -172,9 +178,12 @@ class MediaSpans:
         """Promise an item rows, if there is room and time. Beside rows that decode, a step encodes one item at most,
         and as much of it as they put up with."""
         key, num_rows, begun = media.items[index].key, media.num_rows[index], self._begun
+        left: _Begun | None = None
         if begun is not None and begun.key != key:
-            return False
-        if begun is None and self._num_available() < num_rows:
+            if begun.row != NO_ROW:
+                return False
+            left, begun = begun, None
+        if begun is None and self._num_available() + (0 if left is None else left.num_rows) < num_rows:
             return False
         if self._decodes:
             self._has_delayed = True
@@ -183,8 +192,12 @@ class MediaSpans:
             num_left = NUM_PARTS - (0 if begun is None else begun.num_done)
             if (num := self.costs.parts(num_rows, num_left)) < num_left:
                 if num:
+                    if left is not None:
+                        self._drop_begun()
                     self._part = _Part(row, media, index, num)
                 return False
+        if left is not None:
+            self._drop_begun()
         self._promised[key] = num_rows if begun is None else 0
         return True
 
@@ -255,11 +268,14 @@ class MediaSpans:
     def take_encoded(self) -> tuple[float, float | None]:
         """Rows that the planned step encodes, and the predicted seconds; None if no rows decode that wait for it."""
         if (part := self._part) is not None and self._media_of(part.row) is part.media:
-            key, begun = part.media.items[part.item].key, self._begun
+            key, num_rows, begun = part.media.items[part.item].key, part.media.num_rows[part.item], self._begun
+            sequence = self._rows.sequences[part.row]
+            assert sequence is not None
             if begun is None:
-                self.cache.add(key, part.media.num_rows[part.item], self._pinned)
+                self.cache.add(key, num_rows, self._pinned)
             first = 0 if begun is None else begun.num_done
-            self._begun = _Begun(key, part.row, int(self._rows.generation[part.row]), first + part.num)
+            generation = int(self._rows.generation[part.row])
+            self._begun = _Begun(key, num_rows, sequence, part.row, generation, first + part.num)
             self._encode(part.row, part.media, part.item, first, first + part.num)
         self._part = None
         num, self._num_rows_encoded = self._num_rows_encoded, 0.0
@@ -288,13 +304,17 @@ class MediaSpans:
     # ------------------------------------------------------------------------------------------------- elsewhere
 
     def recompute_s(self, rows: Int64s) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-        """What it takes to encode again what these rows need if they are computed again from the beginning."""
-        seconds = np.zeros(len(rows))
+        """What it takes to encode again what these rows need if they are computed again from the beginning. What is
+        encoded in part counts, too: else its row, which has computed little, would be preempted before all others."""
+        seconds, begun = np.zeros(len(rows)), self._begun
         for index in np.flatnonzero(self._rows.media_ends[rows]).tolist():
-            media = self._media_of(int(rows[index]))
+            media = self._media_of(row := int(rows[index]))
             assert media is not None
             lacking = {one.key: num for one, num in zip(media.items, media.num_rows, strict=True)}
-            seconds[index] = self.costs.row_s * sum(num for key, num in lacking.items() if key not in self.cache)
+            num_rows: float = sum(num for key, num in lacking.items() if key not in self.cache)
+            if begun is not None and begun.row == row:
+                num_rows += begun.num_rows * begun.num_done / NUM_PARTS
+            seconds[index] = self.costs.row_s * num_rows
         return seconds
 
     def executor_lost(self) -> None:
@@ -315,9 +335,11 @@ class MediaSpans:
                 for key in held:
                     self.cache.release(key)
                 del self._held[row]
-        if (begun := self._begun) is not None and not (
-            rows.active[begun.row] and rows.generation[begun.row] == begun.generation
-        ):
+        if (begun := self._begun) is None:
+            return
+        if begun.row != NO_ROW and not (rows.active[begun.row] and rows.generation[begun.row] == begun.generation):
+            self._begun = begun = begun._replace(row=NO_ROW)
+        if begun.row == NO_ROW and begun.sequence.finish:
             self._drop_begun()
 
     def _drop_begun(self) -> None:

@@ -252,16 +252,65 @@ def test_an_item_that_is_encoded_in_part_is_given_up_with_its_request() -> None:
     assert num_encoded(bench) == {"first": 1, "a": 1}
 
 
+def parts_until(bench: Bench, *names: str) -> dict[str, int]:
+    """How many parts steps encode of each item, until these are whole."""
+    num: dict[str, int] = {}
+    while not set(names) <= set(num_encoded(bench)):
+        bench.fill()
+        for job in bench.steps[0].encodes:
+            name = job.key.decode().rstrip("-")
+            num[name] = num.get(name, 0) + job.end_part - job.first_part
+        bench.answer()
+        bench.report()
+        bench.check()
+    return num
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_an_item_that_is_encoded_in_part_is_given_up_when_its_row_is_preempted(preemption: str) -> None:
+def test_what_is_encoded_in_part_stays_when_its_row_is_preempted(preemption: str) -> None:
     bench = bench_with_stream(num_swap_blocks=20, kv_offload=False, preemption=preemption)
+    begin(bench)
+    begun = bench.scheduler.media._begun
+    assert begun is not None and begun.num_done
+    bench.scheduler.lifecycle.preempt(begun.row)
+    bench.check()
+    assert parts_until(bench, "a") == {"a": m.NUM_PARTS - begun.num_done}
+    finish(bench)
+    assert num_encoded(bench) == {"first": 1, "a": 1}
+
+
+def test_an_item_whose_row_was_preempted_leaves_to_one_that_goes_before_it() -> None:
+    bench = bench_with_stream(num_encoder_rows=ROWS)
     begin(bench)
     begun = bench.scheduler.media._begun
     assert begun is not None
     bench.scheduler.lifecycle.preempt(begun.row)
-    bench.check()
+    admit(bench, "b", arrival_s=0.0)
+    assert parts_until(bench, "a", "b") == {"a": m.NUM_PARTS, "b": m.NUM_PARTS}
     finish(bench)
-    assert num_encoded(bench) == {"first": 1, "a": 1}
+    assert num_encoded(bench) == {"first": 1, "a": 1, "b": 1}
+
+
+def test_what_is_encoded_in_part_is_given_up_when_its_preempted_request_is_aborted() -> None:
+    bench = bench_with_stream()
+    number = begin(bench)
+    begun = bench.scheduler.media._begun
+    assert begun is not None
+    bench.scheduler.lifecycle.preempt(begun.row)
+    bench.abort(number)
+    bench.check()
+    assert bench.scheduler.media.cache.num_held == 0
+    finish(bench)
+
+
+def test_a_row_costs_what_is_encoded_of_its_item() -> None:
+    bench = bench_with_stream()
+    begin(bench)
+    media = bench.scheduler.media
+    begun = media._begun
+    assert begun is not None
+    rows = np.array([begun.row, 1 - begun.row])
+    assert media.recompute_s(rows).tolist() == [media.costs.row_s * ROWS * begun.num_done / m.NUM_PARTS, 0.0]
 
 
 def test_an_item_that_is_encoded_in_part_begins_again_when_the_executor_has_died() -> None:
