@@ -25,10 +25,11 @@ from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.files.regular_files import open_regular
-from pipeline.runtime.model import in_place
+from pipeline.runtime.model import in_place, weight_states
 from pipeline.runtime.model.model_config import ModelConfig, Piece
 from pipeline.runtime.model.model_folder import format_key
 from pipeline.runtime.model.weight_headers import TensorEntry, decode_header
+from pipeline.runtime.model.weight_states import FileState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,21 +49,24 @@ BLOCK_DTYPE = "U8"
 CHUNK_VALUES = 1 << 20
 """Floats that a thread converts at once: 4 MiB as float32, and a few times that in temporaries."""
 MAGIC = b"GGUF"
+CHANGED = "has changed since it was prepared: start the server again"
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
 
 
 class TensorFile:
     """A mapped safetensors file, or a .gguf file for the index in a prepared folder. Raises OSError, ValueError or
-    struct.error if it can't be read."""
+    struct.error if it can't be read, or is not in the `state` that it was prepared in."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, state: FileState | None = None) -> None:
         index = in_place.load(path) if in_place.is_index(path) else None
         with os.fdopen(open_regular(path if index is None else Path(index.file)), "rb") as file:
             stat = os.fstat(file.fileno())
             self._modified_ns = stat.st_mtime_ns
-            if index is not None and (stat.st_size, stat.st_mtime_ns) != (index.num_bytes, index.modified_ns):
-                raise ValueError(f"{index.file} has changed since it was prepared: start the server again")
+            if index is not None:
+                state = index.num_bytes, index.modified_ns
+            if state is not None and state != (stat.st_size, stat.st_mtime_ns):
+                raise ValueError(f"{'it' if index is None else index.file} {CHANGED}")
             # Private and writable: torch warns about arrays that it must not write.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if index is not None and self._map[: len(MAGIC)] != MAGIC:  # an index in a shared cache could name any file
@@ -130,9 +134,10 @@ class Weights:
         self._files: dict[str, TensorFile] = {}
         self.taken: dict[str, None] = {}
         """Formats of the loaded matrices, in the order of their first use."""
+        states = weight_states.load(folder)
         for path in config.weight_paths(folder):
             try:
-                file = TensorFile(path)
+                file = TensorFile(path, states.get(str(path)))
             except (OSError, ValueError, struct.error) as error:  # prepare has read the file before
                 raise UserError(f"{path} can't be read any more: {error}") from error
             self.files.append(file)

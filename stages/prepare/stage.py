@@ -23,7 +23,7 @@ from pipeline.config.values import hf_overrides
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.model import foreign, generation_config
+from pipeline.runtime.model import foreign, generation_config, weight_states
 from pipeline.runtime.model.in_place import data_file, is_index
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, VISION, notes_of
@@ -266,8 +266,14 @@ def _converted_folder(
     if quantization == "auto" and not folder_module.has_quantized_weights(path):
         quantization = "none"  # which keeps floats, too
 
+    is_local = not identity
+    """Whether anybody may change the files, which nothing else identifies."""
+
     def fill(folder: Path) -> None:
+        states = weight_states.of(folder_module.weight_files(path)) if is_local else {}
         folder_module.convert(path, folder, name, quantization, progress, hf_overrides.parse(settings.hf_overrides))
+        if states:
+            weight_states.save(states, folder)
         add_reply_ends(folder, settings.supervisor.start_timeout_s)
 
     identity = identity or f"{path}|{folder_module.state(path)}"
