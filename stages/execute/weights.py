@@ -25,11 +25,10 @@ from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.files.regular_files import open_regular
-from pipeline.runtime.model import in_place, weight_states
+from pipeline.runtime.model import in_place
 from pipeline.runtime.model.model_config import ModelConfig, Piece
 from pipeline.runtime.model.model_folder import format_key
-from pipeline.runtime.model.weight_headers import TensorEntry, decode_header
-from pipeline.runtime.model.weight_states import FileState
+from pipeline.runtime.model.weight_headers import FileState, TensorEntry, decode_header, load_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +133,7 @@ class Weights:
         self._files: dict[str, TensorFile] = {}
         self.taken: dict[str, None] = {}
         """Formats of the loaded matrices, in the order of their first use."""
-        states = weight_states.load(folder)
+        states = load_states(folder)
         for path in config.weight_paths(folder):
             try:
                 file = TensorFile(path, states.get(str(path)))

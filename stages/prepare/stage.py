@@ -23,13 +23,13 @@ from pipeline.config.values import hf_overrides
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.model import foreign, generation_config, weight_states
+from pipeline.runtime.model import foreign, generation_config
 from pipeline.runtime.model.in_place import data_file, is_index
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, VISION, notes_of
 from pipeline.runtime.model.pooler import HEAD_FILE
 from pipeline.runtime.model.rope import LongRope
-from pipeline.runtime.model.weight_headers import header_of
+from pipeline.runtime.model.weight_headers import header_of, save_states, states_of
 from pipeline.stages.prepare import adapters
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
@@ -270,10 +270,10 @@ def _converted_folder(
     """Whether anybody may change the files, which nothing else identifies."""
 
     def fill(folder: Path) -> None:
-        states = weight_states.of(folder_module.weight_files(path)) if is_local else {}
+        states = states_of(folder_module.weight_files(path)) if is_local else {}
         folder_module.convert(path, folder, name, quantization, progress, hf_overrides.parse(settings.hf_overrides))
         if states:
-            weight_states.save(states, folder)
+            save_states(states, folder)
         add_reply_ends(folder, settings.supervisor.start_timeout_s)
 
     identity = identity or f"{path}|{folder_module.state(path)}"

@@ -48,6 +48,7 @@ REASONS: dict[str, dict[str, str]] = {
         "pipeline/runtime/model/generation_config.py": "write_bytes",
         "pipeline/runtime/model/in_place.py": "write_bytes",
         "pipeline/runtime/model/vocabulary_size.py": "write_bytes",
+        "pipeline/runtime/model/weight_headers.py": "write_bytes",
         "pipeline/text/formats/added_tokens.py": "open",
         "stages/prepare/encoders/pair_templates.py": "write_bytes",
         "stages/prepare/encoders/pooler.py": "save_file",

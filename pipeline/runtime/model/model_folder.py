@@ -10,7 +10,7 @@ chat_template.tool_use.jinja   for chats with tools, if the model has a separate
 media.json            how images are processed (pipeline/media/config.py); missing if the model reads none
 notes.txt             lines about what the model's files say in two ways; missing if there are none
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
-weight_files.json     what these files were, if they are those of a local folder (weight_states.py)
+weight_files.json     what these files were, if they are those of a local folder (weight_headers.py)
 in_place-1.json       named there too: the tensors that are read from a .gguf file (in_place.py)
 weights.panels        the matrices as the CPU library reads them; execute writes it after the first start
 

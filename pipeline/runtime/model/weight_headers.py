@@ -12,12 +12,16 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.runtime.files.regular_files import open_regular
+from pipeline.runtime.files.regular_files import open_regular, read_regular
 from pipeline.runtime.model.in_place import is_index, load
 from pipeline.runtime.model.model_folder import format_key
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors package."""
+WEIGHT_STATES = "weight_files.json"
+MAX_STATES_BYTES = 1 << 20
+FileState = tuple[int, int]
+"""Bytes, and the time of modification in ns."""
 BLOCKS = {
     "q8_0": (32, 34),
     "q4_1": (32, 20),
@@ -90,3 +94,29 @@ def header_of(path: Path) -> bytes:
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{path}: the header has {length} bytes, and the limit is {MAX_HEADER_BYTES}")
         return file.read(length)
+
+
+# --------------------------------------------------------------------------------------------- what files were
+
+
+def states_of(paths: Iterable[Path]) -> dict[str, FileState]:
+    """The states of files, by their paths. Raises OSError."""
+    stats = ((str(path), path.stat()) for path in paths)
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats}
+
+
+def save_states(states: dict[str, FileState], folder: Path) -> None:
+    """Write into a prepared folder what the weight files of its source were: the executor reads these in place, and if
+    another file had their name when it is started again, streams would go on with other weights. Raises OSError."""
+    (folder / WEIGHT_STATES).write_bytes(msgspec.json.encode(states))
+
+
+def load_states(folder: Path) -> dict[str, FileState]:
+    """Those of a prepared folder; empty for one whose files are identified otherwise. Raises OSError and
+    msgspec.DecodeError."""
+    path = folder / WEIGHT_STATES
+    return (
+        {}
+        if not path.is_file()
+        else msgspec.json.decode(read_regular(path, MAX_STATES_BYTES), type=dict[str, FileState])
+    )
