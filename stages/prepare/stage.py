@@ -260,6 +260,7 @@ def _converted_folder(
     """`identity` identifies the folder's content; by default it is derived from the files' sizes and times. `origin` is
     what `settings.model` would name it with; by default its path."""
     from pipeline.stages.prepare.sources import folder as folder_module
+    from pipeline.stages.prepare.sources.layout import weight_files
     from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
     quantization = _stored_as(settings)
@@ -270,7 +271,7 @@ def _converted_folder(
     """Whether anybody may change the files, which nothing else identifies."""
 
     def fill(folder: Path) -> None:
-        states = states_of(folder_module.weight_files(path)) if is_local else {}
+        states = states_of(weight_files(path)) if is_local else {}
         folder_module.convert(path, folder, name, quantization, progress, hf_overrides.parse(settings.hf_overrides))
         if states:
             save_states(states, folder)
