@@ -285,6 +285,8 @@ class GatewayProcess:
         self._stage = stage
         self.ledger = ledger
         self.table = RequestTable(stage, ChatFormats())
+        sender = self.table.sender
+        sender._wake_soon = sender._wake_ingests  # type: ignore[method-assign] # there is no loop
         self._results = ResultHandler(stage, self.table)
         self.resetter = PrefixCacheResetter(stage)
         self._recovery = Recovery(stage, self.table, RequestAborter(stage, self.table), self.resetter)

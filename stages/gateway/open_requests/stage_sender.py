@@ -54,9 +54,12 @@ class StageSender:
         is_sent = {ingest: self._ingests[ingest].send_all(each, wakes=False) for ingest, each in to.items()}
         if not self._is_wake_due:
             self._is_wake_due = True
-            asyncio.get_running_loop().call_soon(self._wake_ingests)
+            self._wake_soon()
         ingests = (self.ingest_of(submit.request_id) for submit in submits)
         return [ingest if is_sent[ingest] else None for ingest in ingests]
+
+    def _wake_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._wake_ingests)
 
     def _wake_ingests(self) -> None:
         """For the requests of this turn."""

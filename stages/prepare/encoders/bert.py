@@ -135,7 +135,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         heads=BERT_HEADS,
     ),
     "roberta": _roberta_like("RobertaModel", "RoBERTa"),
-    "xlm-roberta": _roberta_like("XLMRobertaModel", "BGE-M3, multilingual E5"),
+    "xlm-roberta": _roberta_like("XLMRobertaModel", "BGE-M3, E5"),
     "camembert": _roberta_like("CamembertModel", "CamemBERT"),
     "distilbert": HfArchitecture(
         class_name="DistilBertModel",

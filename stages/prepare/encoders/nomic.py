@@ -138,7 +138,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "new": HfArchitecture(
         class_name="NewModel",
-        models="GTE multilingual and v1.5",
+        models="GTE multilingual, v1.5",
         keys={"rms_norm_eps": "layer_norm_eps"},
         defaults=GTE_DEFAULTS,
         always=GTE,

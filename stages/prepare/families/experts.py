@@ -271,7 +271,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "glm4_moe": HfArchitecture(
         class_name="Glm4MoeForCausalLM",
-        models="GLM-4.5, GLM-4.6, GLM-4.7",
+        models="GLM-4.5, 4.6, 4.7",
         aliases={"num_local_experts": "n_routed_experts"},
         keys={"num_experts": "n_routed_experts"},
         defaults={

@@ -135,7 +135,7 @@ MINISTRAL3_ROPE = {
 NO_BIASES = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
 
 ARCHITECTURES: dict[Architecture, HfArchitecture] = {
-    "llama": HfArchitecture(class_name="LlamaForCausalLM", models="Llama, Falcon 3, SmolLM2"),
+    "llama": HfArchitecture(class_name="LlamaForCausalLM", models="Llama, SmolLM, Falcon3"),
     "mistral": HfArchitecture(
         class_name="MistralForCausalLM",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072},

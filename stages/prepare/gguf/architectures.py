@@ -316,7 +316,7 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         names={"post_attention_layernorm": "post_attention_norm"},
     ),
     "glm4moe": GgufArchitecture(
-        models="GLM-4.5, GLM-4.6, GLM-4.7",
+        models="GLM-4.5, 4.6, 4.7",
         model_type="glm4_moe",
         read=_glm4_moe,
         reads_experts=True,

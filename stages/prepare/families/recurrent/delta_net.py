@@ -178,7 +178,7 @@ MOE_DEFAULTS = {
 ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "qwen3_5_text": HfArchitecture(
         class_name="Qwen3_5ForCausalLM",
-        models="Qwen3.5, Qwen3.6, Qwen3.8",
+        models="Qwen3.5, 3.6, 3.8",
         defaults=QWEN_DEFAULTS,
         always=QWEN,
         fields=_qwen,
@@ -186,7 +186,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "qwen3_5_moe_text": HfArchitecture(
         class_name="Qwen3_5MoeForCausalLM",
-        models="Qwen3.5-MoE, Qwen3.6-MoE",
+        models="Qwen3.5 and 3.6 MoE",
         aliases=NUM_EXPERTS,
         defaults=MOE_DEFAULTS,
         always=QWEN,
@@ -196,7 +196,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "qwen3_next": HfArchitecture(
         class_name="Qwen3NextForCausalLM",
-        models="Qwen3-Next and Coder-Next",
+        models="Qwen3-Next, Coder-Next",
         aliases=NUM_EXPERTS,
         defaults={**MOE_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10},
         always=QWEN,

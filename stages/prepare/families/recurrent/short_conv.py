@@ -148,7 +148,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "lfm2_moe": HfArchitecture(
         class_name="Lfm2MoeForCausalLM",
-        models="LFM2-8B-A1B, LFM2-24B-A2B",
+        models="LFM2 8B-A1B, 24B-A2B",
         keys=KEYS,
         aliases=ALIASES,
         defaults={

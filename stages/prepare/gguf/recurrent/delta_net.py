@@ -118,7 +118,7 @@ QWEN = {"qk_norm": True, "attention_gate": True}
 POST = {"post_attention_layernorm": "post_attention_norm"}
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35": GgufArchitecture(
-        models="Qwen3.5, Qwen3.6, Qwen3.8",
+        models="Qwen3.5, 3.6, 3.8",
         model_type="qwen3_5_text",
         always=QWEN,
         read=_read(tiled=True, has_experts=False),
@@ -126,7 +126,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         names=POST,
     ),
     "qwen35moe": GgufArchitecture(
-        models="Qwen3.5-MoE, Qwen3.6-MoE",
+        models="Qwen3.5 and 3.6 MoE",
         model_type="qwen3_5_moe_text",
         always=QWEN,
         read=_read(tiled=True, has_experts=True),
@@ -135,7 +135,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         names=POST,
     ),
     "qwen3next": GgufArchitecture(
-        models="Qwen3-Next and Coder-Next",
+        models="Qwen3-Next, Coder-Next",
         model_type="qwen3_next",
         always=QWEN,
         read=_read(tiled=False, has_experts=True),

@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         models="LFM2, LFM2.5", always={"qk_norm": True}, read=_read, skips_attention=True, names=NAMES
     ),
     "lfm2moe": GgufArchitecture(
-        models="LFM2-8B-A1B, LFM2-24B-A2B",
+        models="LFM2 8B-A1B, 24B-A2B",
         model_type="lfm2_moe",
         always={"qk_norm": True},
         read=_read_moe,

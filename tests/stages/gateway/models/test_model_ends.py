@@ -26,6 +26,7 @@ from pipeline.stages.gateway.readiness import NotReady, Readiness
 from pipeline.stages.gateway.stage import GatewayStage
 from tests.stages.gateway.models.test_table import CHAT
 
+PARSED = SimpleNamespace(images=[])
 BODY = b'{"model": "chat", "prompt": "Hello"}'
 
 
@@ -93,7 +94,7 @@ async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_
             body = http_request.pop(KEPT_BODY)
             readiness.is_draining = not arrived
             arrived.append(body)
-            return "parsed", msgspec.structs.replace(head, body=body)
+            return PARSED, msgspec.structs.replace(head, body=body)
 
         reader._parse_request = parse  # type: ignore[method-assign]
 
@@ -112,7 +113,7 @@ async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_
     table.remove("chat", first)
     add()
     found: Any = await answer
-    assert arrived == [BODY, BODY] and found[0] == "parsed" and found[1].body == BODY
+    assert arrived == [BODY, BODY] and found[0] is PARSED and found[1].body == BODY
 
 
 async def test_a_stage_that_ends_without_a_drain_opens_no_request_whose_body_is_still_parsed(
