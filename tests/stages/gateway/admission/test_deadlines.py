@@ -23,9 +23,9 @@ from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
 from tests.stages.gateway.test_metrics import counts_of
 from tests.zmq_requests import generate
 
-SOON = {"timeout_s": 0.05}
+SOON = {"timeout_s": 0.15}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-TIMED_OUT = "the request timed out after 0.05 s, before its first token"
+TIMED_OUT = "the request timed out after 0.15 s, before its first token"
 REFUSED = m.Failure(499, "the request was aborted", code="aborted")
 
 
@@ -72,7 +72,7 @@ class TestWithoutTokens:
         assert_all_released(gate)
 
     @pytest.mark.parametrize(
-        ("body", "given", "shown"), [({}, "0.05", 0.05), ({"timeout_s": 100}, "0.05", 100), (SOON, "1000", 0.05)]
+        ("body", "given", "shown"), [({}, "0.15", 0.15), ({"timeout_s": 100}, "0.15", 100), (SOON, "1000", 0.15)]
     )
     def test_an_ingress_says_how_much_of_its_time_is_left(
         self, gate: Gate, body: Any, given: str, shown: float
@@ -82,7 +82,7 @@ class TestWithoutTokens:
         response = gate.do(gate.client.post, "/v1/completions", json=COMPLETION | body, headers=headers)
         submit = gate.submit()
         assert_aborted(gate, submit)
-        message = TIMED_OUT.replace("0.05", f"{shown:g}")
+        message = TIMED_OUT.replace("0.15", f"{shown:g}")
         assert error_of(response.result()) == (504, "timeout", message)
         gate.reject(submit, REFUSED)
         gate.closed()
@@ -135,7 +135,7 @@ class TestWithoutTokens:
         ],
     )
     def test_lookups_have_the_servers_deadline(self, tmp_path: Path, path: str, body: Any) -> None:
-        with Gate(tmp_path, request_timeout_s=0.05) as gate:
+        with Gate(tmp_path, request_timeout_s=0.15) as gate:
             response = gate.post(body, path)
             submit = gate.submit()
             assert_aborted(gate, submit)
@@ -228,7 +228,7 @@ class TestWithTokens:
 
 class TestDeadlineSource:
     def test_the_servers_deadline_is_the_default(self, tmp_path: Path) -> None:
-        with Gate(tmp_path, request_timeout_s=0.05) as gate:
+        with Gate(tmp_path, request_timeout_s=0.15) as gate:
             long, short = gate.post(CHAT | {"timeout_s": 100}), gate.post(CHAT)
             submits = [gate.begin(), gate.begin()]
             assert short.result().status_code == 504
@@ -277,7 +277,7 @@ class TestDeadlineSource:
 class TestOverZmq:
     async def test_without_tokens_the_request_fails(self, gate: Gate) -> None:
         async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
-            stream = client.generate("Hi", SamplingParams(n=2), timeout_s=0.05)
+            stream = client.generate("Hi", SamplingParams(n=2), timeout_s=0.15)
             submit = await do(gate.submit)
             with pytest.raises(RequestError) as raised:
                 await all_of(stream)
@@ -302,7 +302,7 @@ class TestOverZmq:
     def test_a_resumed_request_without_new_tokens_fails(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             received = [bytes(4)]
-            peer.send(generate(1, "x", timeout_s=0.05, credits=10, received=received))
+            peer.send(generate(1, "x", timeout_s=0.15, credits=10, received=received))
             submit = gate.begin()
             assert peer.receive(p.Accepted)
             assert peer.receive(p.Failed).failure.code == "timeout"
