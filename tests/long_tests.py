@@ -27,6 +27,7 @@ LONG = (
     "tests/e2e/client/test_llm.py::test_thousands_of_prompts_keep_their_order_and_memory_is_bounded",
     "tests/e2e/client/sdks/test_openai_client.py::test_a_long_prompt_goes_through_shared_memory",
     "tests/e2e/http/attacks/test_open_bytes.py",
+    "tests/tools/part_bench/test_towers.py",
     "tests/e2e/http/attacks/test_open_bytes_pooled.py::test_the_worst_requests_stay_within_the_limit[scores]",
     "tests/cli/check/test_check_gguf.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
     "tests/cli/check/test_check_gguf.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
