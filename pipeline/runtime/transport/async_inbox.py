@@ -64,12 +64,16 @@ class AsyncInbox(Generic[T]):
             self._handled = None
 
     def _handle_ready(self) -> None:
-        """Handle the messages that were noticed. If more are left, other tasks get a turn before."""
+        """Handle the messages that were noticed. If more are left, other tasks get a turn before. A descriptor may be
+        readable without a message: then there is no turn, for a recording has none either."""
         if self._handled is None or self._handled.done() or not self._inbox.is_ready():
             return
         assert self._handle is not None
+        if not (messages := self._take(MAX_AT_ONCE)):
+            self._woken_s = 0.0
+            return
         try:
-            goes_on = self._handle(self._take(MAX_AT_ONCE))
+            goes_on = self._handle(messages)
         except BaseException as error:  # noqa: BLE001 - `handle_all` raises it
             self._handled.set_exception(error)
             return

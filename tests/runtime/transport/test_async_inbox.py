@@ -85,6 +85,32 @@ def test_an_async_inbox_that_handles_messages_in_the_callback_never_misses_a_wak
     assert uvloop.run(main()) == list(range(expected))
 
 
+def test_a_wake_without_a_message_is_no_turn(channels):
+    async def main():
+        channel = channels.inbox()
+        inbox: AsyncInbox[Any] = AsyncInbox(channel)
+        outbox = channels.outbox()
+        turns: list[list[int]] = []
+
+        def handle(messages):
+            turns.append([message.nonce for message in messages])
+            return len(turns) < 2
+
+        handled = asyncio.create_task(inbox.handle_all(handle))
+        assert outbox.send(m.Ping(1))
+        async with asyncio.timeout(PATIENCE_S):
+            while not turns:
+                await asyncio.sleep(0)
+            channel._may_have_message = True  # as a descriptor that is readable although what came is no message
+            inbox._handle_ready()
+            assert outbox.send(m.Ping(2))
+            await handled
+        inbox.close()
+        return turns
+
+    assert uvloop.run(main()) == [[1], [2]]
+
+
 def test_an_error_of_a_handler_ends_the_wait_for_messages(channels):
     async def main():
         inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
