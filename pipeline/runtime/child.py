@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 import msgspec
@@ -33,6 +34,7 @@ REPORT_S = 10.0
 PR_SET_PDEATHSIG = 1
 INTERRUPT = signal.SIGUSR2
 """Ends a process that prepares a model or compiles. No terminal and no service manager sends it."""
+AGAIN_S = 0.001
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -92,8 +94,16 @@ def main(launch_fd: int, fds: Sequence[int] | None = None) -> NoReturn:
     _exit(0)
 
 
-def _interrupted(*_: object) -> NoReturn:
+def _interrupted(_signal: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, or a moment later: in a callback of weak references, which each import has, it would be
+    printed and lost."""
     signal.signal(INTERRUPT, lambda *_: None)  # with SIG_IGN, one that is pending would be an error
+    while frame is not None:
+        if frame.f_code.co_name == "cb" and frame.f_code.co_filename.startswith("<frozen importlib"):
+            signal.signal(signal.SIGALRM, _interrupted)
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+            return
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 

@@ -3,22 +3,18 @@
 import subprocess
 import sys
 
+import pytest
+
 PATIENCE_S = 60.0
 
 INTERRUPTED = """
-import os, sys, types
+import os, sys, time, types
 import msgspec
 from pipeline.config.settings import Settings
 from pipeline.runtime import child
 from pipeline.runtime import messages as m
 
-class Descriptor:
-    def __set_name__(self, owner, name):
-        os.kill(os.getpid(), child.INTERRUPT)
-
-def run(launch):
-    class Imported:  # as a dataclass that is imported
-        field = Descriptor()
+RUN
 
 module = types.ModuleType("interrupted")
 module.run = run
@@ -36,7 +32,37 @@ child.main(ours)
 """
 
 
-def test_an_interrupt_while_a_class_is_made_is_no_failure() -> None:
-    command = [sys.executable, "-c", INTERRUPTED]
+IN_A_CLASS = """
+class Descriptor:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), child.INTERRUPT)
+
+def run(launch):
+    class Imported:  # as a dataclass that is imported
+        field = Descriptor()
+"""
+IN_A_CALLBACK = """
+import _imp
+
+class Locks:
+    def __getattr__(self, name):
+        return getattr(_imp, name)
+
+    def release_lock(self):
+        _imp.release_lock()
+        if sys._getframe(1).f_code.co_name == "cb":  # of the weak reference to the lock of a module
+            os.kill(os.getpid(), child.INTERRUPT)
+
+def run(launch):
+    sys.modules["_frozen_importlib"]._imp = Locks()
+    import colorsys
+    while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("run", [IN_A_CLASS, IN_A_CALLBACK])
+def test_an_interrupt_during_an_import_is_no_failure_and_not_lost(run: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED.replace("RUN", run)]
     done = subprocess.run(command, stderr=subprocess.PIPE, check=False, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, b"")
