@@ -288,6 +288,7 @@ def test_replies_of_the_admin_listener(tiny_model: Path) -> None:
         walk(admin, [*paths_of({}, "x", is_admin=True), ("/nothing", b"{}")])
 
 
+@pytest.mark.timeout(1200)  # all cases beside other servers
 def test_replies_of_the_ingress(ingress: Target, bodies: dict[str, bytes], response_id: str) -> None:
     walk(ingress, [*paths_of(bodies, response_id), *((path, b"{}") for path in NO_ROUTES)], 3)
 

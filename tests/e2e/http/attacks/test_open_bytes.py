@@ -27,7 +27,7 @@ received may take more."""
 TEXT = "hello " * (3 * MIB // 6)
 INTERVAL_S = 0.05
 
-pytestmark = [pytest.mark.usefixtures("smollm2_dir"), pytest.mark.timeout(1200 if ALL else 300)]
+pytestmark = [pytest.mark.usefixtures("smollm2_dir"), pytest.mark.timeout(3600 if ALL else 300)]
 
 Request = tuple[str, dict[str, Any]]
 WORST: dict[str, Request] = {
@@ -96,7 +96,7 @@ async def test_the_worst_requests_stay_within_the_limit() -> None:
     sets = (f"gateway.max_open_bytes={MAX_OPEN_MIB * MIB}", f"gateway.max_stored_response_bytes={STORED_MIB * MIB}")
     with Server(*sets) as server:
         limits = httpx.Limits(max_connections=NUM_REQUESTS)
-        async with httpx.AsyncClient(base_url=server.url, timeout=1000, limits=limits) as client, asyncio.timeout(1000):
+        async with httpx.AsyncClient(base_url=server.url, timeout=3000, limits=limits) as client, asyncio.timeout(3000):
             for request in WORST.values():  # imports and caches
                 small = request[1] | {"prompt": "Hi", "input": "Hi", "documents": None, "n": 1}
                 body = {name: value for name, value in small.items() if name in request[1] and value is not None}
@@ -106,7 +106,7 @@ async def test_the_worst_requests_stay_within_the_limit() -> None:
                 worst = [list(WORST.values())[number % len(WORST)] for number in range(NUM_REQUESTS)]
                 statuses = Counter(await asyncio.gather(*(send(client, request) for request in worst)))
                 most_open = MAX_OPEN_MIB * MIB
-                async with asyncio.timeout(900):
+                async with asyncio.timeout(2900):
                     while (load := (await client.get("/load")).json())["open_sequences"]:
                         assert load["open_bytes"] <= most_open + MIB, load
                         await asyncio.sleep(INTERVAL_S)
