@@ -11,6 +11,7 @@ or if they are quantized already: `quantized/` converts them to our formats.
 With a warm cache this takes a few `stat` calls: the converters are imported on demand.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -271,7 +272,10 @@ def _converted_folder(
     """Whether anybody may change the files, which nothing else identifies."""
 
     def fill(folder: Path) -> None:
-        states = states_of(weight_files(path)) if is_local else {}
+        states = {}
+        if is_local:
+            with contextlib.suppress(ModelError):  # `convert` says what is wrong, and first what is worse
+                states = states_of(weight_files(path))
         folder_module.convert(path, folder, name, quantization, progress, hf_overrides.parse(settings.hf_overrides))
         if states:
             save_states(states, folder)
