@@ -115,8 +115,6 @@ def load_states(folder: Path) -> dict[str, FileState]:
     """Those of a prepared folder; empty for one whose files are identified otherwise. Raises OSError and
     msgspec.DecodeError."""
     path = folder / WEIGHT_STATES
-    return (
-        {}
-        if not path.is_file()
-        else msgspec.json.decode(read_regular(path, MAX_STATES_BYTES), type=dict[str, FileState])
-    )
+    if not path.is_file():
+        return {}
+    return msgspec.json.decode(read_regular(path, MAX_STATES_BYTES), type=dict[str, FileState])

@@ -65,7 +65,7 @@ class MediaFetcher:
                 finally:
                     self._gate.leave(scope)
         except TimeoutError:
-            raise overloaded("images of requests are being fetched for others") from None
+            raise overloaded("the images of this request could not be fetched in time") from None
 
     async def _fetch_all(self, images: Sequence[LinkedImage]) -> list[bytes]:
         connector = aiohttp.TCPConnector(

@@ -55,7 +55,8 @@ def _gemma3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _layout(model: ModelConfig) -> Layout:
+def layout_of_four_norms(model: ModelConfig) -> Layout:
+    """Names where both halves of a layer have norms before and after them."""
     return Layout(
         pieces=renamed(
             self_attn_post_norm="post_attention_layernorm",
@@ -85,7 +86,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         always={**ALWAYS, "post_norms": True},
         windows=windows_by_pattern(2),
         fields=_gemma2,
-        layout=_layout,
+        layout=layout_of_four_norms,
     ),
     "gemma3_text": HfArchitecture(
         class_name="Gemma3ForCausalLM",
@@ -105,6 +106,6 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         always={**ALWAYS, "post_norms": True, "qk_norm": True},
         windows=windows_by_pattern(6, has_key=True),
         fields=_gemma3,
-        layout=_layout,
+        layout=layout_of_four_norms,
     ),
 }

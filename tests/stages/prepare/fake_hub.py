@@ -13,9 +13,12 @@ import hashlib
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
+from huggingface_hub import constants, file_download
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -237,3 +240,16 @@ def _sha256(data: bytes) -> str:
 
 def _git_oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def use(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process use a hub, with an empty cache in `folder`, and no token."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    for module in (constants, file_download):
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setenv("HF_TOKEN_PATH", str(folder / "token"))

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.runtime.model.architecture_names import Architecture
-from pipeline.runtime.model.model_config import Layout, ModelConfig
-from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, renamed
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.stages.prepare.families.architecture import HfArchitecture, Window
+from pipeline.stages.prepare.families.gemma import layout_of_four_norms
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 
 PATTERN = 4
@@ -55,16 +56,6 @@ def _layers_without_rope(keys: Keys, model: ModelConfig) -> list[int]:
     return [i for i, theta in enumerate(thetas) if theta == 0]
 
 
-def _layout(model: ModelConfig) -> Layout:
-    return Layout(
-        pieces=renamed(
-            self_attn_post_norm="post_attention_layernorm",
-            post_attention_layernorm="pre_feedforward_layernorm",
-            mlp_post_norm="post_feedforward_layernorm",
-        )
-    )
-
-
 ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "muse_glimmer_text": HfArchitecture(
         class_name="MuseGlimmerForConditionalGeneration",
@@ -92,6 +83,6 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         },
         windows=_windows,
         fields=_fields,
-        layout=_layout,
+        layout=layout_of_four_norms,
     ),
 }

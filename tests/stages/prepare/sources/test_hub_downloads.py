@@ -11,7 +11,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # no __all__
 
 from pipeline.cli import pull as pull_command
@@ -24,7 +24,7 @@ from pipeline.stages.prepare.sources.hub.quantizations import choose, models_of
 from pipeline.stages.prepare.sources.source import HubSource, ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
-from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, SIGNATURE, FakeHub, Repo
+from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, SIGNATURE, FakeHub, Repo, use
 
 CUT = 60_000
 PATIENCE_S = 30.0
@@ -49,15 +49,7 @@ def hub(ggufs: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A hub with `org/tiny`, and a machine that uses it, with an empty cache."""
     hub = FakeHub()
     hub.repos["org/tiny"] = Repo({COMMIT: dict(ggufs)})
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    for module in (constants, file_download):
-        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    use(hub, tmp_path, monkeypatch)
     monkeypatch.setattr(retries, "BACKOFF_S", 0.0)
     yield hub
     hub.close()

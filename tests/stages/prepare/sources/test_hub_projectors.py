@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, file_download
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.prepare.sources.hub.quantizations import projector_of
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.vision.tiny_towers import VARIANTS, make
-from tests.stages.prepare.fake_hub import COMMIT, FakeHub, Repo
+from tests.stages.prepare.fake_hub import COMMIT, FakeHub, Repo, use
 from tests.stages.prepare.gguf.projector_files import save_language_model, save_projector
 
 
@@ -24,15 +23,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     save_projector(folder / "mmproj-F32.gguf", model)
     hub = FakeHub()
     hub.repos["org/tiny"] = Repo({COMMIT: {path.name: path.read_bytes() for path in folder.iterdir()}})
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    for module in (constants, file_download):
-        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    use(hub, tmp_path, monkeypatch)
     yield hub
     hub.close()
 
