@@ -45,6 +45,8 @@ AS_SETTINGS = {
     "--no-async-scheduling": "schedule.max_steps_in_flight=1",
     "--no-enable-prefix-caching": "schedule.prefix_caching=false",
     "--quantization": "quantization=NAME",
+    "--reasoning-budget": "chat.reasoning_budget=TOKENS",
+    "--reasoning-budget-message": "chat.reasoning_budget_message=TEXT",
     "--reasoning-parser": "chat.reasoning_parser=NAME",
     "--scheduling-policy": "schedule.policy=NAME",
     "--served-model-name": "served_model_name=NAME",
@@ -59,7 +61,8 @@ AS_SETTINGS = {
     "--tp": "execute.tensor_parallel=N",
     "--uvicorn-log-level": "log_level=NAME",
 }
-"""In the form that `--set` takes; a value in capitals is the option's argument. docs/http.md has the same table."""
+"""In the form that `--set` takes; a value in capitals is the option's argument. docs/http.md has the same table. The
+`--reasoning-budget` options are llama.cpp's."""
 
 
 class UnsupportedOption(NamedTuple):

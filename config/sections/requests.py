@@ -14,6 +14,10 @@ MAX_IMAGES = 1000
 """The largest `limits.max_images`."""
 
 
+MAX_BUDGET_MESSAGE_CHARS = 1024
+"""The longest `chat.reasoning_budget_message`, and that of a request."""
+
+
 class LimitSettings(Frozen, frozen=True):
     """Limits of one request; a request beyond them gets 400."""
 
@@ -120,3 +124,20 @@ class ChatSettings(Frozen, frozen=True):
             "in the content."
         ),
     ] = "auto"
+    reasoning_budget: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            lt=2**31,
+            description="The most tokens of reasoning in a reply to a chat; then it is ended, and the answer follows. "
+            "0 ends it at once, -1 sets no limit. Requests may ask for another limit with thinking_token_budget.",
+        ),
+    ] = -1
+    reasoning_budget_message: Annotated[
+        str,
+        Meta(
+            max_length=MAX_BUDGET_MESSAGE_CHARS,
+            description="A text that reasoning ends with if its budget is used, before the mark that ends it: it tells "
+            "the model why, as a sentence of its own reasoning.",
+        ),
+    ] = ""

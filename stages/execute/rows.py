@@ -212,7 +212,7 @@ class RowTable:
             features |= SamplingFeature.LOGITS_PROCESSORS
         if self.temperature[row] >= GREEDY_BELOW:
             features |= SamplingFeature.RANDOM
-        if options.compiled_grammar:
+        if options.has_masks:
             features |= SamplingFeature.GRAMMAR_MASK
         if self.num_logprobs[row] >= 0:
             features |= SamplingFeature.LOGPROBS

@@ -47,6 +47,8 @@ class Outcomes:
         """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises
         RequestRejected."""
         ids, max_tokens = prepared.ids, prepared.max_tokens
+        if prepared.options.reasoning_budget is not None:
+            self.expect_grammars()
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
         finishes = processor.check_outputs(outputs, submit, max_tokens)
         gateway = f"gateway.{submit.gateway}"
@@ -64,6 +66,7 @@ class Outcomes:
             *echo,
             compiled_grammar=grammar,
             segment_start=prepared.options.segment_start,
+            reasoning_budget=prepared.options.reasoning_budget,
         )
         # A gateway has nothing to do for a pooled prompt before its result, with which it is woken.
         wakes = max_tokens == 0 or prepared.options.pooling == m.Pooling.NONE

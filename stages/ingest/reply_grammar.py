@@ -34,12 +34,10 @@ def as_answer(submit: Submit, grammar: Grammar, compiled: str, formats: ChatForm
     return formats.as_answer(compiled)
 
 
-def format_of(submit: Submit, formats: ChatFormats) -> ReasoningFormat | None:
+def format_of(submit: Submit, formats: ChatFormats, *, has_budget: bool) -> ReasoningFormat | None:
     """The format of the reply's reasoning, if it matters how the reply begins."""
-    is_chat = isinstance(submit.prompt, ChatPrompt)
-    return (
-        formats.reasoning if is_chat and (submit.prompt_options.with_tail or submit.options.compiled_grammar) else None
-    )
+    matters = submit.prompt_options.with_tail or submit.options.compiled_grammar or has_budget
+    return formats.reasoning if isinstance(submit.prompt, ChatPrompt) and matters else None
 
 
 def after_reasoning(options: GenerationOptions, tail: str | None, formats: ChatFormats) -> GenerationOptions:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 GATEWAY = "tests/stages/gateway/test_settings.py"
 CAPPED = f"{GATEWAY}::test_limits_on_request_fields_are_enforced"
+GRAMMARS = "tests/stages/ingest/test_reply_grammar.py"
 INGEST = "tests/stages/ingest/test_settings.py"
 SCHEDULE = "tests/stages/schedule/test_settings.py"
 SERVER = "tests/e2e/start/test_settings.py"
@@ -253,6 +254,8 @@ EFFECTS = {
         "tests/stages/ingest/prompts/test_content_specials.py::"
         "test_allow_special_tokens_in_content_encodes_them_as_such"
     ),
+    "chat.reasoning_budget": f"{GRAMMARS}::test_the_servers_budget",
+    "chat.reasoning_budget_message": f"{GRAMMARS}::test_the_servers_budget",
     "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_returned_beside_the_content",
 }
 """Each key, and the test that fails if the key has no effect."""

@@ -77,6 +77,18 @@ def requests(max_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
                 "continue_final_message": True,
             },
         ),
+        "reasoning budget": (
+            "/v1/chat/completions",
+            chat
+            | sampled
+            | {
+                "messages": [*QUESTION, {"role": "assistant", "content": THOUGHT}],
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+                "thinking_token_budget": 7,
+                "reasoning_budget_message": " But now it is time for an answer.",
+            },
+        ),
     }
 
 

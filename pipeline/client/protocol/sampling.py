@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pipeline.config.sections.requests import MAX_BUDGET_MESSAGE_CHARS
+
 MAX_STOP_CHARS = 256
 """Longest stop string, and longest entry of bad_words."""
 MAX_BIAS = 100.0
@@ -36,6 +38,15 @@ PresencePenalty = Annotated[
 FrequencyPenalty = Annotated[
     float,
     Meta(ge=-2, le=2, description="Like presence_penalty, multiplied by the number of occurrences; default 0."),
+]
+ThinkingTokenBudget = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        lt=2**31,
+        description="For chats: the most tokens of reasoning; then it is ended, and the answer follows. 0 ends it at "
+        "once, -1 sets no limit. By default the server's, none.",
+    ),
 ]
 STOP = Meta(description="The text ends before the first of these strings.")
 Stop = Annotated[str | list[ShortText], STOP]
@@ -113,6 +124,17 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
                 le=MAX_LENGTH_PENALTY,
                 description="With use_beam_search: the score of a choice is the sum of its log probabilities, divided "
                 "by length ** length_penalty; default 1.",
+            ),
+        ]
+        | None
+    ) = None
+    thinking_token_budget: ThinkingTokenBudget | None = None
+    reasoning_budget_message: (
+        Annotated[
+            str,
+            Meta(
+                max_length=MAX_BUDGET_MESSAGE_CHARS,
+                description="A text that the reasoning ends with if its budget is used. By default the server's.",
             ),
         ]
         | None

@@ -114,6 +114,7 @@ from pipeline.runtime.messages.requests import (
     Pooling,
     Prompt,
     PromptOptions,
+    ReasoningBudget,
     TextPrompt,
     ToolCall,
 )
@@ -256,6 +257,7 @@ __all__ = [
     "Prompt",
     "PromptOptions",
     "Ready",
+    "ReasoningBudget",
     "Reconnected",
     "Record",
     "RecordTraffic",

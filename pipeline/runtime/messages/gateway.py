@@ -6,6 +6,7 @@ import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
 from pipeline.runtime.messages.common import Adapters, DraftCounts, Failure, FirstTimes, Message, Ping, Start, Stop
+from pipeline.runtime.messages.requests import ReasoningBudget
 from pipeline.runtime.messages.restarts import FailRequests, PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
@@ -38,6 +39,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
     """The grammar of the request, checked and converted, if it has one: submitted again, it needs no check."""
     segment_start: int = 0
     """As in `GenerationOptions`: submitted again, the request has only ids."""
+    reasoning_budget: ReasoningBudget | None = None
+    """As in `GenerationOptions`, too."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):

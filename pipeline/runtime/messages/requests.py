@@ -41,6 +41,27 @@ BEGIN = -1
 """In a run of bad words: the place before the first id of the output."""
 
 
+class ReasoningBudget(msgspec.Struct, array_like=True, frozen=True):
+    """A limit of a reply's reasoning. Ingest makes it (pipeline/text/formats/reasoning_budget.py), and execute's mask
+    worker enforces it.
+
+    Marks are in UTF-8, with the byte 0xFF before each special token, which no text has.
+    """
+
+    num_tokens: int
+    """Output ids of reasoning; then it is ended. 0 ends it at once."""
+    starts: list[bytes]
+    """Marks that open the reasoning."""
+    ends: list[bytes]
+    """Marks that end it."""
+    closing_ids: bytes
+    """int32; what ends it if the model has not: the message and the end mark."""
+    is_open: bool
+    """The reply begins within the reasoning."""
+    anywhere: bool = False
+    """Reasoning may be opened again later; otherwise only at the beginning of the reply."""
+
+
 class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """How output is generated from a prompt.
 
@@ -132,6 +153,18 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
 
     segment_start: int = 0
     """The first position of the prompt whose token has type 1: the second text of a pair. 0: all have type 0."""
+
+    thinking_token_budget: int | None = None
+    """The most output ids of reasoning in the reply to a chat; -1: no limit; None: the server's. Ingest makes
+    `reasoning_budget` of it."""
+    reasoning_budget_message: str | None = None
+    """A text that the reasoning ends with if its budget is used; None: the server's."""
+    reasoning_budget: ReasoningBudget | None = None
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the mask worker says which ids may be sampled."""
+        return bool(self.compiled_grammar) or self.reasoning_budget is not None
 
     @property
     def needs_full_prefill(self) -> bool:

@@ -53,6 +53,10 @@ class _Row:
     num_prompt: int
     num_sent: int
     """Ids that the process has; 0 if it does not have the row."""
+    num_free: int = 0
+    """Output ids before the first that a mask can exclude."""
+    is_free: bool = False
+    """No mask excludes an id any more."""
     forced_from: int = 0
     """Position of the first of the ids that the grammar forces."""
     forced: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -98,11 +102,13 @@ class Masks:
 
     def add(self, row: int, options: GenerationOptions, num_prompt: int) -> None:
         """Add a row with a grammar."""
-        begin = Begin(options.compiled_grammar, options.stop_token_ids, options.ignore_eos)
-        self._rows[row] = _Row(begin, num_prompt, 0)
+        grammar, budget = options.compiled_grammar, options.reasoning_budget
+        begin = Begin(grammar, options.stop_token_ids, options.ignore_eos, budget)
+        num_free = 0 if grammar or budget is None else budget.num_tokens
+        self._rows[row] = _Row(begin, num_prompt, 0, num_free)
         self.start()
         try:
-            if self._check_ready():
+            if self._check_ready() and grammar:
                 self._send(Order([], [options.compiled_grammar], 0, []))
         except WorkerLostError:
             self._stop()
@@ -123,16 +129,28 @@ class Masks:
         self._failed = {}
         self._requested = []
         self._num_drafts = {}
+        masked: list[int] = []
         if self._rows:
             slots = np.arange(len(rows)) if num_drafts is None else (1 + num_drafts).cumsum() - (1 + num_drafts)
-            pairs = zip(rows.tolist(), slots.tolist(), strict=True)
-            self._requested = [(row, slot) for row, slot in pairs if row in self._rows]
+            pairs = [pair for pair in zip(rows.tolist(), slots.tolist(), strict=True) if pair[0] in self._rows]
+            masked = [slot for _, slot in pairs]
             if num_drafts is not None:
                 self._num_drafts = dict(zip(rows.tolist(), num_drafts.tolist(), strict=True))
+            for row, slot in pairs:
+                num_slots = 1 + self._num_drafts.get(row, 0)
+                if self._is_free(row, int(num_ids[row]) + num_slots):
+                    self.words[slot : slot + num_slots] = 0xFFFF_FFFF
+                else:
+                    self._requested.append((row, slot))
         if self._requested:
             self._ids, self._num_ids = ids, num_ids
             self._order()
-        return np.array([slot for _, slot in self._requested], np.int64)
+        return np.array(masked, np.int64)
+
+    def _is_free(self, number: int, num_after: int) -> bool:
+        """Whether the next ids of a row, after which it has `num_after`, may be any."""
+        row = self._rows[number]
+        return row.is_free or num_after - row.num_prompt <= row.num_free
 
     @property
     def ticket(self) -> int:
@@ -188,6 +206,9 @@ class Masks:
             self._failed.update(zip(report.slots, report.errors, strict=True))
         if self.forces:
             self._take_forced()
+        for number, slot in self._requested:
+            if self._memory.states[slot] == State.FREE:
+                self._rows[number].is_free = True
         if self._requested:
             times = self._memory.times[[slot for _, slot in self._requested]]
             if times.sum() > SLOW_STEP_S:

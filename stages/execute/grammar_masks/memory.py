@@ -23,6 +23,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pipeline.runtime.messages import ReasoningBudget
+
 HEADER_BYTES = 64
 ALIGNMENT = 64
 MAX_FORCED = 24
@@ -43,17 +45,20 @@ class State(IntEnum):
     WORKING = 1
     DONE = 2
     FAILED = 3
+    FREE = 4
+    """Done, and the row needs no mask any more: all ids are allowed from here on."""
 
 
 class Begin(msgspec.Struct, array_like=True, frozen=True):
     """Parameters of a row's masks."""
 
     grammar: str
-    """In llguidance's format."""
+    """In llguidance's format; empty allows anything."""
     stop_ids: list[int]
     """Stop ids besides the model's EOS ids; allowed only where the output may end."""
     ignores_eos: bool
     """The output ends only where no other id is allowed."""
+    reasoning: ReasoningBudget | None = None
 
 
 class Fill(msgspec.Struct, array_like=True, frozen=True):

@@ -8,6 +8,7 @@ from llguidance import LLMatcher
 from pipeline.grammars.engine import Engine, short_message
 from pipeline.runtime.messages import NOTHING_LEFT
 from pipeline.stages.execute.grammar_masks.memory import WordArray
+from pipeline.stages.execute.grammar_masks.reasoning_budget import BudgetState
 
 IdArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -20,9 +21,26 @@ class MaskError(Exception):
 
 @dataclass(slots=True)
 class MatcherRow:
+    """A row with a grammar."""
+
     matcher: LLMatcher
     stop_ids: IdArray
     ignores_eos: bool
+
+
+@dataclass(slots=True)
+class BudgetedRow:
+    """A row with a reasoning budget, and perhaps a grammar."""
+
+    budget: BudgetState
+    inner: MatcherRow | None
+
+    def consume(self, ids: list[int]) -> None:
+        """Raises MaskError."""
+        if self.inner is not None:
+            consume(self.inner.matcher, ids)
+        for token in ids:
+            self.budget.push(token)
 
 
 def consume(matcher: LLMatcher, ids: list[int]) -> None:

@@ -38,8 +38,10 @@ from pipeline.stages.execute.grammar_masks.memory import (
     WordArray,
 )
 from pipeline.stages.execute.grammar_masks.next_masks import NextMasks
+from pipeline.stages.execute.grammar_masks.reasoning_budget import BudgetState
 from pipeline.stages.execute.grammar_masks.rows import (
     NO_TOKEN_LEFT,
+    BudgetedRow,
     MaskError,
     MatcherRow,
     allow_text_form,
@@ -103,7 +105,7 @@ class MaskWorker:
     def __init__(self, of: socket.socket, engine: Engine, memory: MaskMemory, num_threads: int) -> None:
         self._socket, self._engine, self._memory = of, engine, memory
         self._grammars = Grammars(engine)
-        self._rows: dict[int, MatcherRow] = {}
+        self._rows: dict[int, MatcherRow | BudgetedRow] = {}
         self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
         self._fence = Fence()
         self._eos_ids = np.array(engine.eos_ids, np.int64)
@@ -127,11 +129,12 @@ class MaskWorker:
             return
         together, alone = list[Fill](), list[Fill]()
         for fill in order.fills:
-            (together if fill.is_next else alone).append(fill)
+            is_next = fill.is_next and isinstance(self._rows[fill.row], MatcherRow)
+            (together if is_next else alone).append(fill)
         # Rows that may wait for their grammar come last.
         alone.sort(key=lambda fill: fill.begin is not None)
         for fill in alone:
-            if fill.begin is not None:
+            if fill.begin is not None and fill.begin.grammar:
                 self._grammars.prepare(fill.begin.grammar)
         failed = self._fill_together(together) if together else []
         run = map if self._threads is None else self._threads.map
@@ -148,7 +151,8 @@ class MaskWorker:
         The rows stay in state `waiting` until all are done. If the library hangs or crashes, the executor gives all of
         them to a new process with all their ids, and that one computes them row by row.
         """
-        rows, slots = [self._rows[fill.row] for fill in fills], np.array([fill.slot for fill in fills])
+        rows = [row for fill in fills if isinstance(row := self._rows[fill.row], MatcherRow)]
+        slots = np.array([fill.slot for fill in fills])
         ids = np.frombuffer(b"".join([fill.ids for fill in fills]), np.int32).tolist()
         failed = self._next_masks.fill(rows, slots, ids)
         self._memory.states[slots] = State.DONE
@@ -164,22 +168,24 @@ class MaskWorker:
         began_s = time.thread_time()
         try:
             with panics_as_errors():
-                self._write(fill)
+                state = self._write(fill)
         except (MaskError, RustPanic) as error:
             self._rows.pop(fill.row, None)
             states[fill.slot] = State.FAILED
             is_panic = isinstance(error, RustPanic)
             return _described(f"it can't be used: {short_message(str(error))}" if is_panic else str(error))
         self._memory.times[fill.slot] = time.thread_time() - began_s
-        states[fill.slot] = State.DONE
+        states[fill.slot] = state
         return ""
 
-    def _write(self, fill: Fill) -> None:
-        """Write the mask after a row's ids, and those after ids that were proposed."""
+    def _write(self, fill: Fill) -> State:
+        """Write the mask after a row's ids, and those after ids that were proposed. Returns the state of its place."""
         if fill.begin is not None:
             self._rows[fill.row] = self._row(fill.begin)
         row = self._rows[fill.row]
         ids = np.frombuffer(fill.ids, np.int32).tolist()
+        if isinstance(row, BudgetedRow):
+            return self._write_budgeted(row, fill, ids)
         consume(row.matcher, ids)
         self._write_mask(row, self._memory.words[fill.slot])
         num_consumed = 0
@@ -199,6 +205,47 @@ class MaskWorker:
             self._memory.forced[fill.slot, 2 : 2 + len(forced)] = forced
         if num_consumed and not row.matcher.rollback(num_consumed):
             raise MaskError(why(row.matcher, "its state could not be restored"))
+        return State.DONE
+
+    def _write_budgeted(self, row: BudgetedRow, fill: Fill, ids: list[int]) -> State:
+        """The same for a row with a reasoning budget."""
+        words, inner = self._memory.words, row.inner
+        row.consume(ids)
+        known = row.budget.copy()
+        self._write_budgeted_mask(row, words[fill.slot])
+        num_consumed = 0
+        drafts = np.frombuffer(fill.drafts, np.int32).tolist()
+        for slot, token in enumerate(drafts, fill.slot):
+            if not has(words[slot], token) or token in self._eos_ids or (inner and token in inner.stop_ids):
+                words[slot + 1 : fill.slot + len(drafts) + 1] = 0xFFFF_FFFF
+                break
+            row.consume([token])
+            num_consumed += 1
+            self._write_budgeted_mask(row, words[slot + 1])
+        if fill.forces:
+            forced = row.budget.forced or ([] if inner is None else inner.matcher.compute_ff_tokens())
+            forced = forced[:MAX_FORCED]
+            self._memory.forced[fill.slot, :2] = len(forced), num_consumed
+            self._memory.forced[fill.slot, 2 : 2 + len(forced)] = forced
+        if inner is not None and num_consumed and not inner.matcher.rollback(num_consumed):
+            raise MaskError(why(inner.matcher, "its state could not be restored"))
+        row.budget = known
+        if not known.is_over:
+            return State.DONE
+        if inner is None:
+            return State.FREE
+        self._rows[fill.row] = inner
+        return State.DONE
+
+    def _write_budgeted_mask(self, row: BudgetedRow, words: WordArray) -> None:
+        forced = row.budget.forced
+        if forced:
+            words[:] = 0
+            words[forced[0] // 32] = np.uint32(1) << np.uint32(forced[0] % 32)
+        elif row.inner is None:
+            words[:] = 0xFFFF_FFFF
+        else:
+            self._write_mask(row.inner, words)
 
     def _write_mask(self, row: MatcherRow, words: WordArray) -> None:
         if self._is_wide:
@@ -216,9 +263,15 @@ class MaskWorker:
         if not words.any():
             raise MaskError(NO_TOKEN_LEFT)
 
-    def _row(self, begin: Begin) -> MatcherRow:
-        stop_ids = np.setdiff1d(np.array(begin.stop_ids, np.int64), self._eos_ids)
-        return MatcherRow(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
+    def _row(self, begin: Begin) -> MatcherRow | BudgetedRow:
+        inner: MatcherRow | None = None
+        if begin.grammar:
+            stop_ids = np.setdiff1d(np.array(begin.stop_ids, np.int64), self._eos_ids)
+            inner = MatcherRow(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
+        if begin.reasoning is not None:
+            return BudgetedRow(BudgetState(begin.reasoning, self._engine.tokenizer), inner)
+        assert inner is not None, "a row has masks without a reason"
+        return inner
 
 
 def _described(error: str) -> str:

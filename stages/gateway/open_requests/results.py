@@ -118,6 +118,8 @@ class ResultHandler:
         options = submit.options
         if message.compiled_grammar is not None:
             options = msgspec.structs.replace(options, grammar=None, compiled_grammar=message.compiled_grammar)
+        if message.reasoning_budget is not None:
+            options = msgspec.structs.replace(options, reasoning_budget=message.reasoning_budget)
         if message.segment_start:
             options = msgspec.structs.replace(options, segment_start=message.segment_start)
         if prompt_request.generates:

@@ -19,6 +19,7 @@ UNSUPPORTED_FIELDS = {
     "bad_words": (None, []),
     "logprob_token_ids": (None, []),
     "prompt_logprobs": (None,),
+    "thinking_token_budget": (None, -1),
 }
 """Fields that are not allowed, and the values at which they do nothing."""
 

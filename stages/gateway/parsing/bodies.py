@@ -21,7 +21,7 @@ from pipeline.client.protocol.conversation import (
     Tools,
 )
 from pipeline.client.protocol.request import BestOf, MaxTokens, NumLogprobs, RequestFields
-from pipeline.client.protocol.sampling import Id
+from pipeline.client.protocol.sampling import Id, ThinkingTokenBudget
 from pipeline.runtime.messages import MAX_SHOWN_IDS
 
 
@@ -75,6 +75,9 @@ class ChatBody(Body, kw_only=True):
     chat_template: Raw = Raw()
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool, Meta(description="false: the reply has no reasoning.")] | None = None
+    reasoning_budget_tokens: ThinkingTokenBudget | None = None
+    """llama.cpp's name of thinking_token_budget, as the next one"""
+    thinking_budget_tokens: ThinkingTokenBudget | None = None
     logprobs: Annotated[bool, Meta(description="true: the reply has the log probability of each token.")] | None = None
     top_logprobs: (
         Annotated[int, Meta(ge=0, description="With logprobs: this many top logprobs for each token.")] | None
@@ -149,7 +152,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
-    "thinking_token_budget": (),
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }

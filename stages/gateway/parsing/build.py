@@ -27,6 +27,7 @@ from pipeline.stages.gateway.parsing.chat.conversation import (
     reply_parsing,
 )
 from pipeline.stages.gateway.parsing.chat.images import ChatImages
+from pipeline.stages.gateway.parsing.chat.reasoning_budget import check_budget
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import (
     check_prompt_bytes,
@@ -162,6 +163,7 @@ def parsed_request_of(
     options = with_details(options, details, is_scored=is_scored, with_pieces=with_pieces)
     check_num_allowed(options, num * num_sequences)
     prompt_list = prompts()
+    check_budget(options, prompt_list, limits.formats)
     check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes, dialect)
     return ParsedRequest(
         dialect=dialect,

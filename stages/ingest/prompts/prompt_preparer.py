@@ -20,6 +20,7 @@ from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
 from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
+from pipeline.stages.ingest.reasoning_budgets import ReasoningBudgets
 from pipeline.text.formats.chat_formats import ChatFormats
 
 TRIM_CHARS = 500_000
@@ -45,12 +46,18 @@ class PromptPreparer:
     """Its methods run in any thread."""
 
     def __init__(
-        self, processor: PromptProcessor, prompt_echo: PromptEcho, formats: ChatFormats, cuts: ChatCuts | None = None
+        self,
+        processor: PromptProcessor,
+        prompt_echo: PromptEcho,
+        formats: ChatFormats,
+        budgets: ReasoningBudgets,
+        cuts: ChatCuts | None = None,
     ) -> None:
         """`cuts` are those of a model with recurrent layers."""
         self.processor = processor
         self._prompt_echo = prompt_echo
         self._formats = formats
+        self._budgets = budgets
         self._cuts = cuts
 
     def prepare(
@@ -67,7 +74,8 @@ class PromptPreparer:
         elif ids is None:
             assert not isinstance(prompt, IdsPrompt)
             template_s = submit.template_s or submit.arrival_s
-            reasoning = reply_grammar.format_of(submit, self._formats)
+            has_budget = self._budgets.num_tokens(submit.options) >= 0
+            reasoning = reply_grammar.format_of(submit, self._formats, has_budget=has_budget)
             whole, stage, image_runs = self.processor.encode(
                 prompt, prompt_options, template_s, is_short=is_short, reasoning=reasoning, images=images
             )
@@ -84,6 +92,7 @@ class PromptPreparer:
         max_tokens = self.processor.max_tokens(ids, submit)
         options = self.processor.complete(submit.options, max_tokens, segment_start)
         options = reply_grammar.after_reasoning(options, tail, self._formats)
+        options = self._budgets.complete(options, prompt, tail)
         text = token_strs = pieces = None
         if prompt_options.with_text:
             is_cut = prompt_options.truncate != 0
@@ -134,4 +143,5 @@ def load(
         shows_tools=formats.shows_tools,
     )
     cuts = chat_cuts.of_template(processor.chat_templates, tokenizer) if has_states else None
-    return PromptPreparer(processor, PromptEcho(tokenizer), formats, cuts)
+    budgets = ReasoningBudgets(tokenizer, formats, settings.chat)
+    return PromptPreparer(processor, PromptEcho(tokenizer), formats, budgets, cuts)

@@ -47,6 +47,8 @@ VLLM_OPTIONS = {
     "--no-async-scheduling": ("schedule.max_steps_in_flight", 1),
     "--no-enable-prefix-caching": ("schedule.prefix_caching", False),
     "--quantization=q8_0": ("quantization", "q8_0"),
+    "--reasoning-budget=-1": ("chat.reasoning_budget", -1),
+    "--reasoning-budget-message=Enough.": ("chat.reasoning_budget_message", "Enough."),
     "--reasoning-parser=qwen3": ("chat.reasoning_parser", "qwen3"),
     "--scheduling-policy=priority": ("schedule.policy", "priority"),
     "--served-model-name=mine": ("served_model_name", "mine"),

@@ -60,6 +60,8 @@ def server() -> Iterator[Server]:
 def undisturbed(server: Server) -> dict[str, Any]:
     found = asyncio.run(run(server.url, requests(MAX_TOKENS), Ledger()))
     assert found["reasoning"][0]["reasoning"] and not found["greedy"][0]["reasoning"]
+    (limited,) = found["reasoning budget"].values()
+    assert limited["reasoning"].endswith("it is time for an answer.") and limited["text"]
     return found
 
 

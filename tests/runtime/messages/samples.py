@@ -25,6 +25,7 @@ OPTIONS = m.GenerationOptions(
     include_stop_str_in_output=True,
     skip_special_tokens=False,
 )
+BUDGET = m.ReasoningBudget(9, [b"<t>"], [b"</t>"], b"\x07\x00\x00\x00", True, True)
 GIVEN_OPTIONS = m.GenerationOptions(
     n=2,
     max_tokens=16,
@@ -62,6 +63,8 @@ GIVEN_OPTIONS = m.GenerationOptions(
     repeats_received=True,
     with_special_spans=True,
     segment_start=3,
+    thinking_token_budget=9,
+    reasoning_budget_message="Enough.",
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(
@@ -72,6 +75,7 @@ COMPLETED_OPTIONS = msgspec.structs.replace(
     compiled_grammar='{"grammars": []}',
     prediction="",
     predicted_ids=b"\x07\x00\x00\x00",
+    reasoning_budget=BUDGET,
 )
 """As ingest sends them."""
 FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
@@ -277,21 +281,14 @@ SAMPLES: dict[str, msgspec.Struct] = {
                 m.ChatMessage("assistant", None, None, None, [m.ToolCall("call_1", "f", "{}")], None, "hm"),
                 m.ChatMessage("tool", "1", None, None, [], "call_1"),
             ],
-            False,
-            True,
-            "[{}]",
-            "named",
-            "f",
-            False,
-            "[]",
-            '{"a": 1}',
+            *(False, True, "[{}]", "named", "f", False, "[]", '{"a": 1}'),
         ),
         GIVEN_OPTIONS,
         [],
         m.PromptOptions(truncate=-1, with_pieces=True, truncates_right=True, lowers_max_tokens=True),
     ),
     "accepted with the end of its text": m.Accepted(REQUEST_ID, 1, IDS, tail="<think>\n"),
-    "accepted with a grammar": m.Accepted(REQUEST_ID, 1, IDS, compiled_grammar="{}"),
+    "accepted with a grammar": m.Accepted(REQUEST_ID, 1, IDS, compiled_grammar="{}", reasoning_budget=BUDGET),
     "release of a reader": m.Release([64], [2**32 + 1], "schedule.0"),
     "peer restarted": m.PeerRestarted(
         3,

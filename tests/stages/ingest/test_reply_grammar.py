@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from pipeline.config.settings import ChatSettings, Settings
@@ -166,3 +167,48 @@ def test_an_answer_of_gpt_oss_matches_the_grammar_in_the_final_channel(gpt_oss: 
     calls = json.dumps({"rules": 'start: "x" s0\n', "schemas": {"s0": {"enum": [1]}}})
     gpt_oss.send(submit("", m.Grammar("calls", calls, "tools")), "gateway.0")
     assert takes(engine, grammar(gpt_oss), f"{thought}x1")
+
+
+def budget_of(rig: Rig, submitted: m.Submit) -> m.ReasoningBudget | None:
+    """What schedule gets; and the gateway, in case it submits the request again."""
+    rig.send(submitted)
+    accepted = rig.receive("gateway", m.Accepted)
+    admit = rig.receive("schedule", m.Admit)
+    options = msgspec.msgpack.decode(admit.options, type=m.GenerationOptions)
+    assert accepted.reasoning_budget == options.reasoning_budget
+    return options.reasoning_budget
+
+
+def text_of(budget: m.ReasoningBudget | None) -> str:
+    assert budget is not None
+    ids = np.frombuffer(budget.closing_ids, "<i4").tolist()
+    return str(tiny.byte_tokenizer().decode(ids))
+
+
+def limited(submitted: m.Submit, **options: Any) -> m.Submit:
+    return msgspec.structs.replace(submitted, options=msgspec.structs.replace(submitted.options, **options))
+
+
+def test_a_budget_has_the_marks_of_the_model(rig: Rig) -> None:
+    budget = budget_of(rig, limited(submit("yes", None), thinking_token_budget=7))
+    assert budget is not None and budget.num_tokens == 7 and budget.is_open
+    assert (budget.starts, budget.ends) == ([b"<think>"], [b"</think>"])
+    budget = budget_of(rig, limited(submit("maybe", None), thinking_token_budget=0, reasoning_budget_message="Hm."))
+    assert budget is not None and budget.num_tokens == 0 and not budget.is_open
+    assert text_of(budget) == "Hm.</think>"
+    assert budget_of(rig, limited(submit("no", None), thinking_token_budget=7)) is None
+    assert budget_of(rig, limited(submit("yes", None), thinking_token_budget=-1)) is None
+    assert budget_of(rig, submit("yes", None)) is None
+
+
+def test_the_servers_budget(tmp_path: Path) -> None:
+    chat = ChatSettings(reasoning_parser="qwen3", reasoning_budget=5, reasoning_budget_message="\nEnough.")
+    with Rig("ingest", Settings(chat=chat), model_dir=tiny.folder(tmp_path, TEMPLATE)) as rig:
+        rig.start(tiny.facts(max_model_len=256))
+        budget = budget_of(rig, submit("yes", None))
+        assert budget is not None and budget.num_tokens == 5 and text_of(budget) == "\nEnough.</think>"
+        budget = budget_of(rig, limited(submit("yes", None), thinking_token_budget=9, reasoning_budget_message=""))
+        assert budget is not None and budget.num_tokens == 9 and text_of(budget) == "</think>"
+        assert budget_of(rig, limited(submit("yes", None), thinking_token_budget=-1)) is None
+        assert budget_of(rig, limited(submit("yes", None), use_beam_search=True)) is None
+        assert budget_of(rig, tiny.submit("<think>")) is None

@@ -231,7 +231,9 @@ Display = Annotated[Literal["summarized", "omitted"], Meta(description="omitted:
 class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled"):
     """The template gets enable_thinking = true."""
 
-    budget_tokens: Annotated[int, Meta(ge=1, lt=2**31, description="No effect: the reasoning has no limit of its own.")]
+    budget_tokens: Annotated[
+        int, Meta(ge=1, lt=2**31, description="The most tokens of reasoning; then it is ended, and the answer follows.")
+    ]
     display: Display | None = None
 
 

@@ -11,6 +11,7 @@ from pipeline.stages.gateway.apis.anthropic.bodies import (
     MessagesBody,
     OutputFormat,
     ThinkingDisabled,
+    ThinkingEnabled,
 )
 from pipeline.stages.gateway.apis.anthropic.conversation import num_parts, prompt_of
 from pipeline.stages.gateway.apis.anthropic.events import MESSAGES
@@ -63,6 +64,7 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
         temperature=decoded.temperature,
         top_p=decoded.top_p,
         top_k=decoded.top_k,
+        thinking_token_budget=_budget(decoded, limits),
         response_format=None if config is None or config.format is None else _response_format(config.format),
     )
     images = limits.images()
@@ -91,6 +93,13 @@ def _shows_reasoning(decoded: MessagesBody) -> bool:
     if thinking is None:
         return True
     return not isinstance(thinking, ThinkingDisabled) and thinking.display != "omitted"
+
+
+def _budget(decoded: MessagesBody, limits: RequestLimits) -> int | None:
+    """None for models that can't reason: agents send it to every model."""
+    if limits.formats.reasoning is None or not isinstance(decoded.thinking, ThinkingEnabled):
+        return None
+    return decoded.thinking.budget_tokens
 
 
 def _response_format(form: OutputFormat) -> ResponseFormat:

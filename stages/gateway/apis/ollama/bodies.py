@@ -18,6 +18,7 @@ from pipeline.client.protocol.sampling import (
     Seed,
     Stop,
     Temperature,
+    ThinkingTokenBudget,
     TopK,
     TopP,
 )
@@ -71,6 +72,8 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     top_p: Annotated[TopP, Meta(description="By default 0.9.")] | None = None
     top_k: Annotated[TopK, Meta(description="By default 40; -1 and 0 are off.")] | None = None
     min_p: Annotated[MinP, Meta(description="By default 0.")] | None = None
+    thinking_token_budget: ThinkingTokenBudget | None = None
+    """Ours"""
     seed: (
         Annotated[Seed, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text. -1 is random.")] | None
     ) = None

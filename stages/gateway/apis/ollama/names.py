@@ -5,7 +5,10 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.field_names import FieldNames
 
 _SHARED = (
-    (r"(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b", r"options.\1"),
+    (
+        r"(temperature|top_p|top_k|min_p|seed|thinking_token_budget|stop|presence_penalty|frequency_penalty)\b",
+        r"options.\1",
+    ),
     (r"repetition_penalty\b", "options.repeat_penalty"),
     (r"max_tokens\b", "options.num_predict"),
     (r"response_format(\.json_schema\.schema)?", "format"),

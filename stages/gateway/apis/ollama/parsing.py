@@ -237,6 +237,7 @@ def _sampling(options: b.OllamaOptions) -> dict[str, Any]:
         "seed": None if options.seed == RANDOM_SEED else options.seed,
         "max_tokens": None if options.num_predict is None or options.num_predict <= 0 else options.num_predict,
         "stop": options.stop,
+        "thinking_token_budget": options.thinking_token_budget,
         "repetition_penalty": repetition,
         "presence_penalty": presence,
         "frequency_penalty": frequency,

@@ -29,6 +29,7 @@ from pipeline.stages.gateway.parsing.chat.conversation import (
     given_of_chat,
     num_parts,
 )
+from pipeline.stages.gateway.parsing.chat.reasoning_budget import with_aliases
 from pipeline.stages.gateway.parsing.chat.tools import custom_names
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
@@ -68,7 +69,7 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
 def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
     """Check a body of POST /v1/chat/completions. Raises ApiError."""
 
-    images = limits.images()
+    chat, images = with_aliases(chat), limits.images()
 
     def prompts() -> list[m.Prompt]:
         check_num_messages(num_parts(chat.messages), limits)

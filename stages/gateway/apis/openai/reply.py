@@ -1,10 +1,10 @@
 """Response bodies and stream events of chats and completions, in the shapes of types.py. Pure."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline.http_server.apis.openai import error_json
 from pipeline.runtime import messages as m
@@ -26,6 +26,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.timings import times_of, timings_of
+from pipeline.stages.gateway.replies import reasoning_tokens
 from pipeline.stages.gateway.replies.chat import ReplyReader
 from pipeline.stages.gateway.replies.large_json import encode_large
 from pipeline.stages.gateway.replies.request_metrics import request_metrics
@@ -46,13 +47,21 @@ _encoder = msgspec.json.Encoder()
 
 def usage_of(request: Request) -> Usage:
     prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    cached, drafts = PromptTokensDetails(request.num_cached_tokens), _prediction_details(request.sequences)
-    return Usage(prompt, output, prompt + output, cached, drafts if request.parsed.options.prediction else UNSET)
+    cached = PromptTokensDetails(request.num_cached_tokens)
+    return Usage(prompt, output, prompt + output, cached, _output_details(request))
 
 
-def _prediction_details(sequences: Sequence[SequenceOutput]) -> CompletionTokensDetails:
-    counts = [sequence.drafts for sequence in sequences if sequence.drafts is not None]
-    return CompletionTokensDetails(sum(one.num_accepted for one in counts), sum(one.num_rejected for one in counts))
+def _output_details(request: Request) -> CompletionTokensDetails | UnsetType:
+    details = CompletionTokensDetails()
+    if request.parsed.options.prediction:
+        counts = [sequence.drafts for sequence in request.sequences if sequence.drafts is not None]
+        details.accepted_prediction_tokens = sum(one.num_accepted for one in counts)
+        details.rejected_prediction_tokens = sum(one.num_rejected for one in counts)
+    if request.parsed.reply is not None:
+        (prompt_request,) = request.prompt_requests
+        if (num := reasoning_tokens.of_chat(request.formats, prompt_request)) is not None:
+            details.reasoning_tokens = num
+    return details if details != CompletionTokensDetails() else UNSET
 
 
 def usage_so_far(prompt_request: PromptRequest, sequence: SequenceOutput, *, is_begun: bool = True) -> Usage:

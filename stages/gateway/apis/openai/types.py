@@ -34,10 +34,23 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    accepted_prediction_tokens: Annotated[
-        int, Meta(description="Tokens that speculative decoding proposed and that are in the output.")
-    ]
-    rejected_prediction_tokens: Annotated[int, Meta(description="Proposed tokens that are not in the output.")]
+    accepted_prediction_tokens: (
+        Annotated[
+            int,
+            Meta(description="With prediction: tokens that speculative decoding proposed and that are in the output."),
+        ]
+        | UnsetType
+    ) = UNSET
+    rejected_prediction_tokens: (
+        Annotated[int, Meta(description="With prediction: proposed tokens that are not in the output.")] | UnsetType
+    ) = UNSET
+    reasoning_tokens: (
+        Annotated[
+            int,
+            Meta(description="Of a model that reasons: tokens up to the end of the reasoning, of completion_tokens."),
+        ]
+        | UnsetType
+    ) = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -48,9 +61,10 @@ class Usage(msgspec.Struct):
         Annotated[PromptTokensDetails, Meta(description="Not in the events of a stream before the last one.")]
         | UnsetType
     ) = UNSET
-    completion_tokens_details: Annotated[CompletionTokensDetails, Meta(description="With prediction.")] | UnsetType = (
-        UNSET
-    )
+    completion_tokens_details: (
+        Annotated[CompletionTokensDetails, Meta(description="With prediction, and of a model that reasons.")]
+        | UnsetType
+    ) = UNSET
 
 
 class ReplyFunction(msgspec.Struct):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 import msgspec
-import numpy as np
 from msgspec import Raw
 
 from pipeline.runtime import messages as m
@@ -45,6 +44,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.chat import ReplyReader
+from pipeline.stages.gateway.replies.reasoning_tokens import num_reasoning_tokens
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
 
 SHUTTING_DOWN = "shutting_down"
@@ -126,23 +126,17 @@ def _finished(request: Request, output: list[Item]) -> ResponseObject:
         usage.prompt_tokens,
         InputTokensDetails(request.num_cached_tokens),
         usage.completion_tokens,
-        OutputTokensDetails(num_reasoning_tokens(request, output)),
+        OutputTokensDetails(_num_reasoning_tokens(request, output)),
         usage.total_tokens,
     )
     return response
 
 
-def num_reasoning_tokens(request: Request, output: list[Item]) -> int:
-    """Output tokens up to the mark that ends the reasoning, or all if there is none. 0 if the reply has no reasoning,
-    or if the mark is not one token."""
+def _num_reasoning_tokens(request: Request, output: list[Item]) -> int:
     (sequence,) = request.choices
-    reasoning = request.formats.reasoning
-    if reasoning is None or not any(isinstance(item, ReasoningItem) for item in output):
+    if not any(isinstance(item, ReasoningItem) for item in output):
         return 0
-    if (mark := request.formats.added.get(reasoning.end)) is None:
-        return 0
-    found = np.flatnonzero(np.frombuffer(bytes(sequence.ids), "<i4") == mark.id)
-    return int(found[0]) + 1 if found.size else sequence.num_ids
+    return num_reasoning_tokens(request.formats, sequence) or 0
 
 
 def _keep(request: Request, response: ResponseObject) -> None:

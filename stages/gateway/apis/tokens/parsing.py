@@ -53,7 +53,6 @@ PARAMS_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "extra_args": ({},),
     "logits_processors": ([],),
-    "thinking_token_budget": (),
     "repetition_detection": (),
     "watermarking": (False,),
 }

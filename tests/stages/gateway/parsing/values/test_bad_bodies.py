@@ -180,7 +180,6 @@ UNSUPPORTED: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 4},
     "return_prompt_text": True,
     "return_token_offsets": True,
-    "thinking_token_budget": 0,
     "vllm_xargs": {"a": 1},
     "watermarking": True,
 }

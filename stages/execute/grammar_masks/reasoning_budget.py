@@ -1,0 +1,123 @@
+"""A row's reasoning budget: what the mask worker knows of the reasoning, id by id.
+
+    BEFORE ──start mark──► OPEN ──end mark──► OVER
+       │                    │ budget used, and the last character is complete
+       └─other text─► OVER  ▼
+                         CLOSING ──the last closing id──► OVER
+
+In CLOSING, the next closing id is the only one allowed. What a model of the `anywhere` kind writes behind its reasoning
+may open it again, so for it OVER is BEFORE; the ids of all its reasoning count together.
+
+Marks are found in the bytes of the ids. A special token is the byte 0xFF and its text there, in marks as well
+(`pipeline/text/formats/reasoning_budget.py`), so text that only spells a special token is no mark.
+"""
+
+from enum import Enum
+
+import numpy as np
+from llguidance import LLTokenizer
+
+from pipeline.runtime.messages import ReasoningBudget
+
+SPACE = b" \t\r\n"
+SPECIAL = b"\xff"
+"""No text in UTF-8 has this byte."""
+MAX_INCOMPLETE = 3
+"""Ids after the budget that may complete a character: it has at most four bytes. Then the end comes anyway."""
+
+
+class _State(Enum):
+    BEFORE = 0
+    OPEN = 1
+    CLOSING = 2
+    OVER = 3
+
+
+class BudgetState:
+    """The reasoning budget of one row."""
+
+    def __init__(self, budget: ReasoningBudget, tokenizer: LLTokenizer) -> None:
+        self._budget, self._tokenizer = budget, tokenizer
+        self._closing: list[int] = np.frombuffer(budget.closing_ids, "<i4").tolist()
+        self._most_bytes = max(map(len, (*budget.starts, *budget.ends)), default=0)
+        self._state = _State.OPEN if budget.is_open else _State.BEFORE
+        self._num_used = 0
+        self._num_closed = 0
+        self._text = b""
+        """The end of what was written in this state: as much as a mark may have."""
+        self._close_if_used()
+
+    def copy(self) -> "BudgetState":
+        """The same, which goes on by itself: behind proposed ids."""
+        other = object.__new__(BudgetState)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will be forced any more, whatever comes."""
+        return self._state is _State.OVER
+
+    @property
+    def forced(self) -> list[int]:
+        """The ids that come next, whatever the model prefers."""
+        return self._closing[self._num_closed :] if self._state is _State.CLOSING else []
+
+    def push(self, token: int) -> None:
+        """Take the next id of the output."""
+        match self._state:
+            case _State.BEFORE:
+                self._before(token)
+            case _State.OPEN:
+                self._open(token)
+            case _State.CLOSING:
+                self._num_closed += 1
+                if self._num_closed >= len(self._closing):
+                    self._end()
+            case _State.OVER:
+                pass
+
+    def _before(self, token: int) -> None:
+        starts = self._budget.starts
+        if self._budget.anywhere:
+            self._text = (self._text + self._bytes_of(token))[-self._most_bytes :]
+            is_open = self._text.endswith(tuple(starts))
+        else:
+            self._text = word = (self._text + self._bytes_of(token)).lstrip(SPACE)
+            is_open = word.startswith(tuple(starts))
+            if word and not is_open and not any(start.startswith(word) for start in starts):
+                self._state = _State.OVER
+        if is_open:
+            self._state, self._text = _State.OPEN, b""
+            self._close_if_used()
+
+    def _open(self, token: int) -> None:
+        self._num_used += 1
+        # A mark may begin within an id, and end within another.
+        self._text = self._text[-self._most_bytes :] + self._bytes_of(token)
+        if any(end in self._text for end in self._budget.ends):
+            self._end()
+            return
+        self._close_if_used()
+
+    def _close_if_used(self) -> None:
+        over = self._num_used - self._budget.num_tokens
+        if self._state is _State.OPEN and over >= 0 and (over >= MAX_INCOMPLETE or is_complete(self._text)):
+            self._state, self._num_closed = _State.CLOSING, 0
+
+    def _end(self) -> None:
+        self._state, self._text = (_State.BEFORE if self._budget.anywhere else _State.OVER), b""
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token >= self._tokenizer.vocab_size:
+            return b""
+        text = self._tokenizer.decode_bytes([token])
+        return SPECIAL + text if self._tokenizer.is_special_token(token) else text
+
+
+def is_complete(text: bytes) -> bool:
+    """Whether bytes of UTF-8 don't end within a character."""
+    for back, byte in enumerate(reversed(text[-4:]), 1):
+        if byte & 0xC0 != 0x80:  # the first byte of a character
+            return back >= (4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1)
+    return True

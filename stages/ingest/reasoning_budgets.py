@@ -1,0 +1,50 @@
+"""The limits of reasoning that chats ask for, or that the server sets."""
+
+import msgspec
+from tokenizers import Tokenizer
+
+from pipeline.config.settings import ChatSettings
+from pipeline.runtime.messages import ChatPrompt, GenerationOptions, Prompt
+from pipeline.text.formats.chat_formats import ChatFormats
+from pipeline.text.formats.reasoning_budget import budget_of
+
+ANCHOR = "a"
+"""Stands before a text that is encoded: tokenizers may write a space at the start of all text."""
+
+
+class ReasoningBudgets:
+    """Those of a model. Its methods run in any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, formats: ChatFormats, settings: ChatSettings) -> None:
+        self._tokenizer, self._formats, self._settings = tokenizer, formats, settings
+
+    def num_tokens(self, options: GenerationOptions) -> int:
+        """The most tokens of reasoning in a reply; -1: there is no limit. Beam searches follow the model's own
+        distribution."""
+        if options.use_beam_search:
+            return -1
+        asked = options.thinking_token_budget
+        return self._settings.reasoning_budget if asked is None else asked
+
+    def complete(self, options: GenerationOptions, prompt: Prompt, tail: str | None) -> GenerationOptions:
+        """The options with the budget that execute enforces. `tail` is as in `Accepted`."""
+        num_tokens = self.num_tokens(options)
+        if tail is None or self._formats.reasoning is None or num_tokens < 0:
+            return options
+        message = options.reasoning_budget_message
+        budget = budget_of(
+            self._formats,
+            self._formats.reasoning.stage_of(tail),
+            num_tokens,
+            self._settings.reasoning_budget_message if message is None else message,
+            self._encode,
+            has_tools=isinstance(prompt, ChatPrompt) and bool(prompt.tools) and prompt.tool_choice != "none",
+        )
+        return msgspec.structs.replace(options, reasoning_budget=budget)
+
+    def _encode(self, text: str) -> list[int]:
+        anchor, whole = (self._tokenizer.encode(one, add_special_tokens=False).ids for one in (ANCHOR, ANCHOR + text))
+        if whole[: len(anchor)] == anchor:
+            return whole[len(anchor) :]
+        alone: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return alone
