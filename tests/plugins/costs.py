@@ -30,9 +30,10 @@ def _used_s(pid: int | None = None) -> float:
     total_s = 0.0
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         process = psutil.Process(pid)
+        total_s = sum(process.cpu_times()[:4])  # user, system, and the same of children that have ended
         for task in Path(f"/proc/{process.pid}/task").iterdir():  # much faster than to look at all processes
-            total_s += sum(_used_s(int(child)) for child in (task / "children").read_text().split())
-        total_s += sum(process.cpu_times()[:4])  # user, system, and the same of children that have ended
+            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                total_s += sum(_used_s(int(child)) for child in (task / "children").read_text().split())
     return total_s
 
 

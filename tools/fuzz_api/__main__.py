@@ -92,11 +92,15 @@ def run(args: argparse.Namespace) -> int:
 
 def settings(folder: Path, encoder: str = "") -> list[str]:
     """Of a server with a tiny model in `folder`: an encoder of this name, or a Llama."""
-    # Imported here: it takes seconds.
-    from tests.stages.execute.encoders.tiny_encoders import VARIANTS, make
+    # Imported here: each takes seconds.
     from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
-    made = make(VARIANTS[encoder]) if encoder else tiny_llama()
+    if encoder:
+        from tests.stages.execute.encoders.tiny_encoders import VARIANTS, make
+
+        made = make(VARIANTS[encoder])
+    else:
+        made = tiny_llama()
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"} if encoder else {"chat_template": TEMPLATE}
     model = save_folder(folder / "tiny", made, tokenizer_config=tokenizer_config)
     return [

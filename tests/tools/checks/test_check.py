@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.kernels.cpu.isa import MAX_ISA, NEEDED
 from tests.conftest import ALONE, LONGEST, SERVERS
-from tests.long_tests import FEW, LONG
+from tests.long_tests import FEW, LONG, ONE
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def check() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("beginning", [*ALONE, *SERVERS, *LONGEST, *LONG, *FEW])
+@pytest.mark.parametrize("beginning", [*ALONE, *SERVERS, *LONGEST, *LONG, *FEW, *ONE])
 def test_every_listed_test_exists(beginning: str) -> None:
     """A renamed test would run beside others, and be flaky, or be run although it is long."""
     path, *names = beginning.partition("[")[0].split("::")
