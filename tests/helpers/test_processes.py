@@ -2,11 +2,12 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def shared():
 WAIT_S = 60.0
 
 
-def start(folder: Path, num_processes: int, files: dict[str, str], *options: str) -> "subprocess.Popen[str]":
+def start(
+    folder: Path, num_processes: int, files: dict[str, str], *options: str, fds: Sequence[int] = ()
+) -> "subprocess.Popen[str]":
     (folder / "conftest.py").write_text(SHARED)
     for name, text in files.items():
         (folder / name).write_text("import os, pathlib, pytest, signal, time\n" + text)
@@ -38,6 +41,7 @@ def start(folder: Path, num_processes: int, files: dict[str, str], *options: str
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        pass_fds=fds,
     )
 
 
@@ -57,6 +61,35 @@ def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < end_s, f"timed out waiting until {what}"
         time.sleep(0.01)
+
+
+def test_the_next_group_is_notified_when_only_the_last_few_files_run(tmp_path: Path) -> None:
+    text = """
+def test_it():
+    name = __name__.rpartition(".")[2]
+    pathlib.Path(name + "-runs").touch()
+    end_s = time.monotonic() + 60
+    while not os.path.exists(name + "-may-end"):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    pathlib.Path(name + "-may-end").unlink()
+"""
+    names = ["test_a", "test_b", "test_c"]
+    reads, writes = os.pipe()
+    try:
+        files = {f"{name}.py": text for name in names}
+        with start(tmp_path, 3, files, "--tell-fd", str(writes), fds=[writes]) as process:
+            until(lambda: all((tmp_path / f"{name}-runs").exists() for name in names), "all run")
+            assert select.select([reads], [], [], 0)[0] == []
+            (tmp_path / "test_c-may-end").touch()
+            assert select.select([reads], [], [], WAIT_S)[0] == [reads]
+            for name in names[:2]:
+                (tmp_path / f"{name}-may-end").touch()
+            output, _ = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, output
+    finally:
+        os.close(reads)
+        os.close(writes)
 
 
 def test_each_test_runs_once_and_each_process_has_its_own_shared_fixtures(tmp_path: Path) -> None:

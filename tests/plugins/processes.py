@@ -28,6 +28,8 @@ import pytest
 
 STOP_S = 60.0
 """After Ctrl-C, the time for processes to tear down what they have set up."""
+FEW = 2
+"""With no more processes than that, other tests can run beside the last ones."""
 GRACE_S = 60.0
 """From a test's own limit, which is pytest-timeout's to keep, until its process is killed."""
 
@@ -120,6 +122,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=300.0 + GRACE_S,
         help="kill a process that reports nothing for so many seconds; a test's timeout mark is respected",
     )
+    parser.addoption("--tell-fd", type=int, default=-1, help="write to it when only the last few files run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.tell_fd >= 0:
+        os.set_inheritable(config.option.tell_fd, False)
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
@@ -132,7 +140,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         for number in range(min(session.config.option.processes, len(tasks))):
             processes.append(_Process(session, number, processes))
         num_forked = len(processes)
+        tell_fd = session.config.option.tell_fd
         while processes:
+            if tell_fd >= 0 and not tasks and len(processes) <= FEW:
+                with contextlib.suppress(BrokenPipeError):  # its reader has ended
+                    os.write(tell_fd, b"\n")
+                tell_fd = -1
             first_deadline_s = min(one.deadline_s for one in processes)
             ready = wait([end for one in processes for end in one.ends], max(0.0, first_deadline_s - time.monotonic()))
             if not ready:

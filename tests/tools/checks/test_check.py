@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -67,6 +69,8 @@ class Run:
     def __init__(self, check: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, **codes: int) -> None:
         self.commands: list[str] = []
         self.isas: list[str | None] = []
+        self.beside: list[tuple[str, list[str]]] = []
+        """Each step, and those that collect their tests meanwhile."""
         self.num_compiling = 0
         self.awaited_after: list[str] | None = None
         """The commands before the wait for the library that servers use."""
@@ -99,7 +103,23 @@ class Run:
             self.ended_after[step] = list(self.commands)
             return step, "", "FAILED" if codes.get(step) else "ok", 1.0
 
+        def start_waiting(command: list[str]) -> list[str]:
+            return command
+
+        def run_step(command: list[str], environ: dict[str, str], waiting: dict[str, list[str]], tell: bool) -> int:
+            code: int = run([sys.executable, *command], environ).returncode
+            step = self.commands[-1].split()[0]
+            assert tell == (step == "servers" and "shared" in waiting)
+            self.beside.append((step, [*waiting]))
+            return code
+
+        def run_waiting(command: list[str], others: dict[str, list[str]]) -> int:
+            return run_step(command, dict(os.environ), others, False)
+
         monkeypatch.setattr(sys, "argv", ["tools/check", *words])
+        monkeypatch.setattr(check, "start_waiting", start_waiting)
+        monkeypatch.setattr(check, "run_waiting", run_waiting)
+        monkeypatch.setattr(check, "run_step", run_step)
         monkeypatch.setattr(check, "start_beside", start_beside)
         monkeypatch.setattr(check, "finish", finish)
         monkeypatch.setattr(check, "start_compiling", start_compiling)
@@ -114,6 +134,64 @@ def test_all_steps_run_in_order(check: ModuleType, monkeypatch: pytest.MonkeyPat
         0,
         ["format", "lint", "imports", "words", "sizes", "types", "servers", "shared", "alone"],
     )
+
+
+def test_each_group_of_tests_is_collected_beside_the_one_before_it(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [("format", []), ("lint", [])]
+    run = Run(check, monkeypatch)
+    assert run.beside == [*before, ("servers", ["shared"]), ("shared", ["alone"]), ("alone", [])]
+    run = Run(check, monkeypatch, "shared", "alone", servers=1)
+    assert run.beside == [("shared", ["alone"]), ("alone", [])]
+    for words in (["--fail-fast", "tests"], ["--isa", "avx2", "tests"]):
+        run = Run(check, monkeypatch, *words)
+        assert run.beside == [("servers", []), ("shared", []), ("alone", [])]
+
+
+def test_a_group_that_waits_runs_when_it_may_and_its_output_and_its_exit_code_are_reported(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """In its turn, or when the step before it notifies it."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for is_notified in (False, True):
+        (tmp_path / "test_it.py").write_text(f"""
+from pathlib import Path
+Path({str(tmp_path / "collected")!r}).touch()
+
+def test_it():
+    Path({str(tmp_path / "run")!r}).touch()
+    raise AssertionError("it ran")
+""")
+        command = [
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(tmp_path),
+            str(tmp_path),
+        ]
+        one = check.start_waiting(command)
+        wait_for(lambda: (tmp_path / "collected").exists(), one.process)
+        assert not (tmp_path / "run").exists()
+        if is_notified:
+            tell = "import os, sys; os.write(int(sys.argv[sys.argv.index('--tell-fd') + 1]), b'.')"
+            assert check.run_step(["-c", tell], dict(os.environ), {"it": one}, tell=True) == 0
+            wait_for(lambda: (tmp_path / "run").exists(), one.process)
+        assert check.run_waiting(one, {}) == 1
+        assert b"AssertionError: it ran" in capfdbinary.readouterr().out
+        for name in ("collected", "run"):
+            (tmp_path / name).unlink()
+
+
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def test_some_steps_run_beside_the_tests_and_are_reported_before_tests_that_measure(
