@@ -140,6 +140,8 @@ class Ingress:
             ("GET", "/live", self._live),
             ("GET", "/metrics", self._metrics),
             ("POST", "/abort_requests", self._to_all),
+            ("POST", "/v1/chat/completions/control", self._to_all),
+            ("POST", "/v1/chat/completions/{chat_id}/control", self._to_all),
             ("POST", "/reset_prefix_cache", self._to_all),
             ("*", "/{path:.*}", self._relay),
         ):
@@ -313,6 +315,8 @@ def _joined(body: bytes, answers: list[Any]) -> Any:
         for name, value in answer.items() if isinstance(answer, dict) else ():
             known = joined.get(name, 0)
             joined[name] = known + value if type(value) is int and type(known) is int else value
+    if any(isinstance(answer, dict) and answer.get("success") is True for answer in answers):
+        return {"success": True}
     if "num_aborted" in joined:
         num_ids, num = _num_ids(body), joined["num_aborted"]
         joined["num_aborted"] = min(num_ids, num) if type(num) is int else 0

@@ -110,7 +110,7 @@ class ReplayedClients:
         event = msgspec.msgpack.decode(data, type=AbortEvent | list[str])
         if isinstance(event, list):  # a recording from before scopes
             event = AbortEvent(event, NO_SCOPE)
-        self._aborter.begin(event.names, event.scope)
+        self._aborter.begin(event.names, event.scope, ends_reasoning=event.ends_reasoning)
 
     def _stop(self, number: int, _: bytes) -> None:
         if number in self._open_requests:

@@ -10,6 +10,7 @@ from pipeline.text.formats.reasoning_budget import budget_of
 
 ANCHOR = "a"
 """Stands before a text that is encoded: tokenizers may write a space at the start of all text."""
+NO_LIMIT = 2**31 - 1
 
 
 class ReasoningBudgets:
@@ -19,12 +20,13 @@ class ReasoningBudgets:
         self._tokenizer, self._formats, self._settings = tokenizer, formats, settings
 
     def num_tokens(self, options: GenerationOptions) -> int:
-        """The most tokens of reasoning in a reply; -1: there is no limit. Beam searches follow the model's own
-        distribution."""
+        """The most tokens of reasoning in a reply; -1: there is no limit, and it is not ended. Beam searches follow
+        the model's own distribution."""
         if options.use_beam_search:
             return -1
         asked = options.thinking_token_budget
-        return self._settings.reasoning_budget if asked is None else asked
+        num_tokens = self._settings.reasoning_budget if asked is None else asked
+        return NO_LIMIT if num_tokens < 0 and options.reasoning_control else num_tokens
 
     def complete(self, options: GenerationOptions, prompt: Prompt, tail: str | None) -> GenerationOptions:
         """The options with the budget that execute enforces. `tail` is as in `Accepted`."""

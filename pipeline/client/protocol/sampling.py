@@ -139,6 +139,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
         ]
         | None
     ) = None
+    reasoning_control: (
+        Annotated[bool, Meta(description="true: the reasoning can be ended while the reply is generated.")] | None
+    ) = None
     early_stopping: (
         Annotated[
             bool | Literal["never"],

@@ -189,7 +189,8 @@ class LateStages(Message, frozen=True, tag="late_stages"):
 
 
 class AbortRequests(Message, frozen=True, tag="abort_calls"):
-    """From another gateway, on behalf of a client: abort these requests. Answered with `RequestsAborted`."""
+    """From another gateway, on behalf of a client: abort these requests, or end their reasoning. Answered with
+    `RequestsAborted`."""
 
     gateway: int
     """Replica that asks."""
@@ -199,6 +200,8 @@ class AbortRequests(Message, frozen=True, tag="abort_calls"):
     scope: str = ""
     """Scope of the client's API key (see pipeline.runtime.security.api_keys); requests of other scopes are not aborted.
     Empty: no key."""
+    ends_reasoning: bool = False
+    """Only their reasoning ends; the answer follows."""
 
 
 class RequestsAborted(Message, frozen=True, tag="calls_aborted"):
@@ -208,7 +211,7 @@ class RequestsAborted(Message, frozen=True, tag="calls_aborted"):
     """Replica that answers."""
     nonce: int
     indices: list[int]
-    """Indexes into `AbortRequests.names` of the requests that were open here."""
+    """Indexes into `AbortRequests.names` of the requests that were open here; or whose reasoning was ended."""
 
 
 class PrefixCacheReset(Message, frozen=True, tag="prefix_cache_reset"):

@@ -60,6 +60,9 @@ class ReasoningBudget(msgspec.Struct, array_like=True, frozen=True):
     """The reply begins within the reasoning."""
     anywhere: bool = False
     """Reasoning may be opened again later; otherwise only at the beginning of the reply."""
+    ends_now: bool = False
+    """It is ended behind the ids that are known when a row begins, of which the last may be the first of
+    `closing_ids`."""
 
 
 class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
@@ -160,6 +163,8 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     reasoning_budget_message: str | None = None
     """A text that the reasoning ends with if its budget is used; None: the server's."""
     reasoning_budget: ReasoningBudget | None = None
+    reasoning_control: bool = False
+    """The client may end the reasoning of the running request: there is a `reasoning_budget` even without a limit."""
 
     @property
     def has_masks(self) -> bool:

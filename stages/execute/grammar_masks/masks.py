@@ -104,7 +104,7 @@ class Masks:
         """Add a row with a grammar."""
         grammar, budget = options.compiled_grammar, options.reasoning_budget
         begin = Begin(grammar, options.stop_token_ids, options.ignore_eos, budget)
-        num_free = 0 if grammar or budget is None else budget.num_tokens
+        num_free = 0 if grammar or budget is None or budget.ends_now else budget.num_tokens
         self._rows[row] = _Row(begin, num_prompt, 0, num_free)
         self.start()
         try:

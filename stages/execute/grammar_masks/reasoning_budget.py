@@ -41,8 +41,11 @@ class BudgetState:
         self._closing: list[int] = np.frombuffer(budget.closing_ids, "<i4").tolist()
         self._most_bytes = max(map(len, (*budget.starts, *budget.ends)), default=0)
         self._state = _State.OPEN if budget.is_open else _State.BEFORE
+        self._limit = budget.num_tokens
         self._num_used = 0
         self._num_closed = 0
+        self._last: list[int] = []
+        """The last ids of the open reasoning, as many as close it."""
         self._text = b""
         """The end of what was written in this state: as much as a mark may have."""
         self._close_if_used()
@@ -51,6 +54,7 @@ class BudgetState:
         """The same, which goes on by itself: behind proposed ids."""
         other = object.__new__(BudgetState)
         other.__dict__.update(self.__dict__)
+        other._last = list(self._last)
         return other
 
     @property
@@ -77,6 +81,16 @@ class BudgetState:
             case _State.OVER:
                 pass
 
+    def end_now(self) -> None:
+        """End the reasoning here, and any that comes. The last ids may be the first of what ends it: of a row that had
+        begun with that before."""
+        self._limit = min(self._limit, self._num_used)
+        if self._state is _State.OPEN:
+            first = range(min(len(self._last), len(self._closing) - 1), 0, -1)
+            if num := next((num for num in first if self._last[-num:] == self._closing[:num]), 0):
+                self._state, self._num_closed = _State.CLOSING, num
+        self._close_if_used()
+
     def _before(self, token: int) -> None:
         starts = self._budget.starts
         if self._budget.anywhere:
@@ -93,6 +107,7 @@ class BudgetState:
 
     def _open(self, token: int) -> None:
         self._num_used += 1
+        self._last = [*self._last, token][-len(self._closing) :]
         # A mark may begin within an id, and end within another.
         self._text = self._text[-self._most_bytes :] + self._bytes_of(token)
         if any(end in self._text for end in self._budget.ends):
@@ -101,7 +116,7 @@ class BudgetState:
         self._close_if_used()
 
     def _close_if_used(self) -> None:
-        over = self._num_used - self._budget.num_tokens
+        over = self._num_used - self._limit
         if self._state is _State.OPEN and over >= 0 and (over >= MAX_INCOMPLETE or is_complete(self._text)):
             self._state, self._num_closed = _State.CLOSING, 0
 

@@ -211,6 +211,8 @@ class MaskWorker:
         """The same for a row with a reasoning budget."""
         words, inner = self._memory.words, row.inner
         row.consume(ids)
+        if fill.begin is not None and fill.begin.reasoning is not None and fill.begin.reasoning.ends_now:
+            row.budget.end_now()
         known = row.budget.copy()
         self._write_budgeted_mask(row, words[fill.slot])
         num_consumed = 0

@@ -12,14 +12,14 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.access.guard import current_scope
-from pipeline.http_server.bodies.abort_body import AbortBody
+from pipeline.http_server.bodies.abort_body import AbortBody, ControlBody
 from pipeline.http_server.errors import RETRY_AFTER_S
 from pipeline.http_server.request_turns import another_turn
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admin import health, pipeline_state
-from pipeline.stages.gateway.admin.abort_requests import RequestAborter
+from pipeline.stages.gateway.admin.abort_requests import RequestAborter, controlled, id_of
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
 from pipeline.stages.gateway.admin.health import FINE, HealthBody, HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
@@ -50,6 +50,7 @@ MAX_KEYS_AT_ONCE = 100
 """The metrics of more API keys are written in a thread: those of a thousand take 20 ms."""
 
 _aborts = msgspec.json.Decoder(AbortBody)
+_controls = msgspec.json.Decoder(ControlBody)
 
 
 class GatewayParts(NamedTuple):
@@ -234,6 +235,14 @@ class ServerApi:
     async def abort_requests(self, http_request: web.Request) -> web.StreamResponse:
         abort_body = await self._reader.bodies.parse(http_request, lambda body: decode(_aborts, body, {}))
         return _json(await self._aborter.abort(abort_body.request_ids, current_scope()))
+
+    async def control_chat(self, http_request: web.Request) -> web.StreamResponse:
+        body = await self._reader.bodies.parse(http_request, lambda body: decode(_controls, body, {}))
+        ids = [id_of(body, http_request.match_info.get("chat_id"))]
+        done = await self._aborter.abort(ids, current_scope(), ends_reasoning=True)
+        return _json(controlled(done.num_aborted))
+
+    control_chat_by_id = control_chat
 
     async def reset_prefix_cache(self, http_request: web.Request) -> web.StreamResponse:
         self._readiness.require_ready()

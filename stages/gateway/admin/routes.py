@@ -1,7 +1,7 @@
 """The routes about the server and its model."""
 
-from pipeline.http_server.bodies.abort_body import AbortBody
-from pipeline.stages.gateway.admin.abort_requests import Aborted
+from pipeline.http_server.bodies.abort_body import AbortBody, ControlBody
+from pipeline.stages.gateway.admin.abort_requests import Aborted, Controlled
 from pipeline.stages.gateway.admin.adapters import LoadAdapterBody, UnloadAdapterBody
 from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.admin.pipeline_state import PipelineState
@@ -51,6 +51,22 @@ ROUTES = (
         AbortBody,
         reply=Aborted,
         example={"request_ids": ["greece-1"]},
+    ),
+    *(
+        Route(
+            "POST",
+            path,
+            handler,
+            "Ends the reasoning of a chat while it is generated, if it was requested with reasoning_control = true.",
+            ControlBody,
+            reply=Controlled,
+            tag="Text",
+            example={"action": "reasoning_end"} | given,
+        )
+        for path, handler, given in (
+            ("/v1/chat/completions/control", "control_chat", {"id": "chatcmpl-5e0c"}),
+            ("/v1/chat/completions/{chat_id}/control", "control_chat_by_id", {}),
+        )
     ),
     Route(
         "POST",

@@ -161,12 +161,8 @@ class Preemption:
 
     def _withdraw(self, prompt_request: PromptRequest) -> None:
         """Have the stages forget it. It keeps its place in the table."""
-        sender = self._table.sender
-        if prompt_request.is_confirmed:
-            sender.close(prompt_request.id, prompt_request.submit.attempt)
-        else:  # submitted again after the death of a stage: schedule refuses it when it comes
-            sender.abort(prompt_request)
-        prompt_request.is_preempted, prompt_request.is_confirmed = True, False
+        self._table.sender.withdraw(prompt_request)
+        prompt_request.is_preempted = True
 
     # -------------------------------------------------------------------------------------------------------- resume
 

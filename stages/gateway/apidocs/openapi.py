@@ -11,6 +11,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.access.guard import OPEN_METHODS, OPEN_PATHS
 from pipeline.http_server.apis.openai import ApiFamily
 from pipeline.http_server.apis.table import FAMILIES, OPENAI
+from pipeline.http_server.bodies.abort_body import MAX_ABORT_ID_CHARS
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.http.route import MODEL, Route
 from pipeline.stages.gateway.http.routes import ROUTES
@@ -140,6 +141,9 @@ def _parameters(route: Route, model: str) -> list[Mapping[str, Any]]:
     if "{response_id}" in route.path:
         schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$", "examples": ["resp_1"]}
         found.append({"name": "response_id", "in": "path", "required": True, "schema": schema})
+    if "{chat_id}" in route.path:
+        schema = {"type": "string", "maxLength": MAX_ABORT_ID_CHARS, "examples": ["chatcmpl-5e0c"]}
+        found.append({"name": "chat_id", "in": "path", "required": True, "schema": schema})
     found += route.queries
     if route.opens_request:
         found.append(

@@ -11,13 +11,13 @@ import msgspec
 from aiohttp import web
 
 from pipeline.http_server.access.guard import current_scope
-from pipeline.http_server.bodies.abort_body import AbortBody
+from pipeline.http_server.bodies.abort_body import AbortBody, ControlBody
 from pipeline.http_server.bodies.body_reader import BodyReader
 from pipeline.http_server.errors import RETRY_AFTER_S
 from pipeline.http_server.request_turns import another_turn
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime.queues.work_pool import WorkPool
-from pipeline.stages.gateway.admin.abort_requests import Aborted
+from pipeline.stages.gateway.admin.abort_requests import Aborted, controlled, id_of
 from pipeline.stages.gateway.admin.health import FINE
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
 from pipeline.stages.gateway.admin.server_info import ServerLoad, Version
@@ -30,6 +30,7 @@ from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.version import VERSION
 
 _aborts = msgspec.json.Decoder(AbortBody)
+_controls = msgspec.json.Decoder(ControlBody)
 
 
 class ModelsApi:
@@ -147,6 +148,15 @@ class ModelsApi:
         done = await asyncio.gather(*(one.aborter.abort(ids, scope) for one in gateways))
         num_aborted = sum(one.num_aborted for one in done)
         return _json(Aborted(num_aborted, len(ids) - num_aborted))
+
+    async def control_chat(self, http_request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.parse(http_request, lambda body: decode(_controls, body, {}))
+        ids, scope = [id_of(body, http_request.match_info.get("chat_id"))], current_scope()
+        gateways = [one.gateway for one in self._table.serving() if one.gateway is not None]
+        done = await asyncio.gather(*(one.aborter.abort(ids, scope, ends_reasoning=True) for one in gateways))
+        return _json(controlled(sum(one.num_aborted for one in done)))
+
+    control_chat_by_id = control_chat
 
     async def reset_prefix_cache(self, http_request: web.Request) -> web.StreamResponse:
         """Of the model in ?model=, or of all that are loaded."""

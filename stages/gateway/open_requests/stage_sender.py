@@ -79,6 +79,14 @@ class StageSender:
         if prompt_request.generates:
             self._send(self._schedule, abort)
 
+    def withdraw(self, prompt_request: PromptRequest) -> None:
+        """Have the stages forget this attempt."""
+        if prompt_request.is_confirmed:
+            self.close(prompt_request.id, prompt_request.submit.attempt)
+        else:  # submitted again after the death of a stage: schedule refuses it when it comes
+            self.abort(prompt_request)
+        prompt_request.is_confirmed = False
+
     def abort_anywhere(self, request_id: int, attempt: int) -> None:
         """Abort a request that may be anywhere."""
         abort = m.Abort(request_id, attempt)

@@ -56,7 +56,7 @@ class RequestTable:
         self.num_opened = 0
         """Calls of `open`, including those that were refused."""
         self._table: dict[int, PromptRequest] = {}
-        self._abort_ids = AbortIds()
+        self.abort_ids = AbortIds()
         self.admission = Admission.of(stage.settings)
         self.unread = unread_replies(stage.settings, stage.log)
         """Replies that clients have not taken, besides those of open requests."""
@@ -89,7 +89,7 @@ class RequestTable:
     @property
     def num_requests(self) -> int:
         """Requests for output whose responses are not over."""
-        return self._abort_ids.num_requests
+        return self.abort_ids.num_requests
 
     @property
     def replica(self) -> int:
@@ -181,7 +181,7 @@ class RequestTable:
         cost = open_bytes.output_cost(parsed, self.hidden_size)
         request = Request(parsed, self._stage, self.num_opened, self.formats, cost, fixed)
         request.usage = usage
-        self._abort_ids.add(request)
+        self.abort_ids.add(request)
         self.admission.keep(request, reply_bytes, reply_bytes)
         submits, is_logged = new_submits(self._stage, parsed), self._stage.log.isEnabledFor(logging.DEBUG)
         ingests = self.sender.submit(submits)
@@ -250,7 +250,7 @@ class RequestTable:
         of the ids that were found. Idempotent."""
         found = []
         for index, abort_id in enumerate(abort_ids):
-            if requests := self._abort_ids.find(abort_id, scope):
+            if requests := self.abort_ids.find(abort_id, scope):
                 found.append(index)
             for request in requests:
                 self._abort(request, "abort request")
@@ -313,7 +313,7 @@ class RequestTable:
         if request.usage is not None:
             request.usage.update(request, is_last=True)
         self._deadlines.remove(request)
-        self._abort_ids.remove(request)
+        self.abort_ids.remove(request)
         self.admission.keep(request, 0, 0)
         has_finished = request.prompt_requests and request.is_finished and request.failure is None
         if has_finished and not request.parsed.is_prompt_only:

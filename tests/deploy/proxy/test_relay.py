@@ -172,6 +172,19 @@ async def test_aborts_go_to_all_replicas():
         assert await response.json() == {"num_aborted": 1, "num_unknown": 1}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions/control", "/v1/chat/completions/chatcmpl-1/control"])
+async def test_controls_go_to_all_replicas(path: str):
+    replicas = FakeReplica(), FakeReplica()
+    no = {"success": False, "message": "there is none"}
+    for first, second, answer in ((no, {"success": True}, {"success": True}), (no, no, no)):
+        replicas[0].refuses, replicas[1].refuses = (200, first), (200, second)
+        async with (
+            deployed(*replicas) as (_, client),
+            client.post(path, json={"action": "reasoning_end", "id": "chatcmpl-1"}) as response,
+        ):
+            assert await response.json() == answer
+
+
 @pytest.mark.parametrize("more", [b"1e999", b"9" * 5000, b'"\xff"'])
 async def test_ids_to_abort_are_counted_as_a_replica_reads_them(more: bytes):
     """It ignores other fields, whatever is in them."""

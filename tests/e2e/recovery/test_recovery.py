@@ -37,6 +37,8 @@ BLOCK_SIZE = 16
 """Of the prefix cache, in tokens."""
 MOMENTS = {"while prompts are read": 1, "in the middle": MIDDLE, "near the end": NEAR_END}
 """Events of all streams before the kill."""
+NUM_THOUGHTS = 6
+"""Events of a reasoning before it is ended."""
 KILLS = [
     ("ingest", "while prompts are read"),
     ("schedule", "in the middle"),
@@ -149,6 +151,35 @@ def test_no_client_notices_the_death_of_a_stage(
     received = run_and(server, MOMENTS[moment], lambda: kill(before[f"{stage}.0"]))
     assert_same(received, undisturbed)
     assert_restarted(before, pids(server), stage)
+
+
+@pytest.mark.parametrize("stage", [None, "schedule", "execute"])
+def test_a_reasoning_is_ended_while_it_is_written(
+    server: Server, undisturbed: dict[str, Any], stage: str | None
+) -> None:
+    """What the client has stays, and the message and the answer follow; also if a stage dies then."""
+    path, body = requests(4 * MAX_TOKENS)["reasoning"]
+    message = " But now it is time for an answer."
+    body |= {"reasoning_control": True, "reasoning_budget_message": message, "request_id": "thinks", "ignore_eos": True}
+    ledger = Ledger()
+    before = pids(server)
+
+    def on_event(number: int) -> None:
+        if number == NUM_THOUGHTS:
+            control = {"action": "reasoning_end"}
+            assert post(server, "/v1/chat/completions/thinks/control", **control) == {"success": True}
+        if number == NUM_THOUGHTS + 3 and stage is not None:
+            kill(before[f"{stage}.0"])
+
+    ledger.on_event(on_event)
+    (reply,) = asyncio.run(run(server.url, {"reasoning": (path, body)}, ledger))["reasoning"].values()
+    free = undisturbed["reasoning"][0]["reasoning"]
+    thought = reply["reasoning"].removesuffix(message)
+    assert reply["reasoning"] != thought and free.startswith(thought) and len(thought) < len(free)
+    assert reply["text"]
+    server.until(lambda health: health["status"] == "ok")
+    server.until_idle()
+    server.look()
 
 
 @pytest.mark.parametrize(("stage", "moment"), ZMQ_KILLS)

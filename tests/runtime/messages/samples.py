@@ -25,7 +25,7 @@ OPTIONS = m.GenerationOptions(
     include_stop_str_in_output=True,
     skip_special_tokens=False,
 )
-BUDGET = m.ReasoningBudget(9, [b"<t>"], [b"</t>"], b"\x07\x00\x00\x00", True, True)
+BUDGET = m.ReasoningBudget(9, [b"<t>"], [b"</t>"], b"\x07\x00\x00\x00", True, True, True)
 GIVEN_OPTIONS = m.GenerationOptions(
     n=2,
     max_tokens=16,
@@ -76,6 +76,7 @@ COMPLETED_OPTIONS = msgspec.structs.replace(
     prediction="",
     predicted_ids=b"\x07\x00\x00\x00",
     reasoning_budget=BUDGET,
+    reasoning_control=True,
 )
 """As ingest sends them."""
 FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
@@ -164,7 +165,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "accepted with text": m.Accepted(REQUEST_ID, 1, IDS, "hi", ["h", "Ġi"]),
     "accepted with times": m.Accepted(REQUEST_ID, 1, IDS, None, None, 1.5, 2.5),
     "abort_calls": m.AbortRequests(1, 5, ["chatcmpl-1", "mine"]),
-    "abort_calls of a scope": m.AbortRequests(1, 5, ["mine"], "5c0be"),
+    "abort_calls of a scope": m.AbortRequests(1, 5, ["mine"], "5c0be", True),
     "calls_aborted": m.RequestsAborted(1, 5, [0]),
     "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
     "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),

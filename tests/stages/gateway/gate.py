@@ -170,11 +170,18 @@ class Gate:
         pieces: list[bytes] | None = None,
         tail: str | None = None,
         segment_start: int = 0,
+        budget: m.ReasoningBudget | None = None,
     ) -> None:
         """`pieces` are the bytes of the prompt's ids; `tail` is how the reply begins."""
         ids = np.arange(num_ids if pieces is None else len(pieces), dtype=np.int32)
         accepted = m.Accepted(
-            submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces, tail=tail, segment_start=segment_start
+            submit.request_id,
+            submit.attempt,
+            ids.tobytes(),
+            pieces=pieces,
+            tail=tail,
+            segment_start=segment_start,
+            reasoning_budget=budget,
         )
         self.rig.send(accepted, "ingest.0")
 

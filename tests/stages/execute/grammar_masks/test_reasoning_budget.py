@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -182,3 +183,40 @@ def test_outputs_do_not_depend_on_scheduling(folder: Path) -> None:
         for ids in texts if limit is not None and limit.is_open else ():
             head = text_of(ids)[: limit.num_tokens + len(CLOSING) + 4]
             assert CLOSING in head or EOS in ids or "</t>" in head
+
+
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_an_end_that_the_client_asks_for(folder: Path, anywhere: bool) -> None:
+    """Wherever a row begins after it, the output that follows what the client has is the same."""
+    free = budget(2**31 - 1, anywhere=anywhere)
+    now = msgspec.structs.replace(free, ends_now=True)
+    with Structured(folder) as structured:
+        before, again = Seq(options(reasoning_budget=free)), Seq(options())
+        structured.run(before, again, max_tokens=9)
+        assert before.output == again.output and structured.runner.masks._ticket == 0
+        whole = Seq(options(reasoning_budget=now), output=before.output[:9])
+        structured.run(whole, max_tokens=40)
+        assert whole.output[:9] == before.output and text_of(whole.output[9:]).startswith(CLOSING)
+        for cut in range(9, 40):
+            rest = Seq(options(reasoning_budget=now), output=whole.output[:cut])
+            structured.run(rest, max_tokens=40)
+            assert rest.output == whole.output
+
+
+def test_an_end_holds_for_reasoning_that_is_opened_later(engine: Engine) -> None:
+    state = BudgetState(budget(9, is_open=False, anywhere=True), engine.tokenizer)
+    state.end_now()
+    for token in ids_of("ab<t>"):
+        assert not state.forced
+        state.push(token)
+    assert state.forced == ids_of(CLOSING)
+
+
+def test_an_end_within_a_character_completes_it(engine: Engine) -> None:
+    state = BudgetState(budget(9), engine.tokenizer)
+    first, second = ids_of("é")
+    state.push(first)
+    state.end_now()
+    assert not state.forced
+    state.push(second)
+    assert state.forced == ids_of(CLOSING)
