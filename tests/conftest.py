@@ -97,18 +97,22 @@ are excluded. All other tests run beside each other."""
 
 LONGEST = (
     "tests/cli/check/test_check_model.py",
-    "tests/e2e/client/sdks/test_other_clients.py",
-    "tests/e2e/hosts/test_deploy.py",
     "tests/e2e/hosts/test_ranks.py",
     "tests/e2e/hosts/test_replicas.py",
+    "tests/e2e/models/test_image_combinations.py",
+    "tests/e2e/models/test_images.py",
     "tests/e2e/recovery/test_life_and_death.py",
     "tests/e2e/recovery/test_recovery.py",
     "tests/e2e/recovery/test_scaling.py",
+    "tests/e2e/recovery/test_sleep.py",
+    "tests/e2e/replaced/test_new_server.py",
+    "tests/e2e/several/test_loading.py",
+    "tests/e2e/several/test_turns.py",
     "tests/e2e/start/test_how_to.py",
     "tests/e2e/start/test_start.py",
     "tests/e2e/test_alone.py",
+    "tests/stages/execute/cuda/graphs/test_captures.py",
     "tests/stages/execute/models/test_smollm2.py",
-    "tests/tools/compare/test_compare_peers.py",
     "tests/tools/test_scaling_meter.py",
 )
 """These run first: at the end, one process would run each of them while the others are idle."""

@@ -130,6 +130,11 @@ LONG = (
     "tests/e2e/start/test_settings.py::test_health_timeout_s_limits_a_stage_s_answer",
     # tests/hosts/test_placement.py has the same refusal, and test_deploy.py a cluster of Ray.
     "tests/e2e/hosts/test_ray.py",
+    # A cluster of Ray takes a minute to start: tests/deploy and several/test_relayed.py have the relay, tests/hosts has
+    # placements and tokens. The nightly has `replicas`, too.
+    "tests/e2e/hosts/test_deploy.py::test_a_dead_replica_s_streams_continue_at_another_one",
+    "tests/e2e/hosts/test_deploy.py::test_only_those_who_may_reach_the_cluster_and_the_servers",
+    "tests/e2e/hosts/test_deploy.py::test_servers_that_run_already_are_relayed_to_and_a_signal_lets_streams_end",
     # tests/stages/execute/ranks has the refusals.
     "tests/e2e/hosts/test_ranks.py::test_a_model_that_cannot_be_cut_is_refused",
     # One of several formats, features or ways. Of towers and processors, tests/stages/execute/vision and tests/media
@@ -163,9 +168,7 @@ LONG = (
     "tests/e2e/models/test_quantized_checkpoints.py::test_a_server_of_a_quantized_checkpoint_gives_the_tokens_of_its"
     "_dequantized_weights[nf4",
     "tests/e2e/recovery/test_swap.py::test_a_server_reports_its_swap_blocks_and_frees_the_memory",
-    "tests/stages/execute/cuda/drafts/test_eagle.py::"
-    "test_it_proposes_what_its_formula_says_and_changes_no_text[eagle3, all",
-    "tests/stages/execute/cuda/drafts/test_eagle.py::test_it_proposes_what_its_formula_says_and_changes_no_text[eagle]",
+    "tests/stages/execute/cuda/drafts/test_eagle.py::test_it_proposes_what_its_formula_says_and_changes_no_text",
     "tests/stages/execute/kv/test_kv_int8.py::"
     "test_the_default_models_most_likely_tokens_are_those_of_a_cache_in_bfloat16",
     "tests/stages/execute/ranks/test_ranks_scheduled.py::test_smollm2_with_two_ranks",
@@ -183,8 +186,9 @@ LONG = (
     "tests/stages/execute/models/test_k_quant_models.py",
     # 300 million weights; the other embedder is smaller, and has the same way from the tokenizer to the vector.
     "tests/stages/execute/encoders/test_trained_embedders.py::test_vectors_are_those_of_transformers[embedding-gemma]",
-    # Real peers and their processes, besides one run of all of them.
+    # Real peers and their processes.
     "tests/e2e/test_compare_peers.py",
+    "tests/tools/compare/test_compare_peers.py::test_all_servers_are_measured_one_after_the_other_with_the_same_loads",
     "tests/tools/compare/test_compare_peers.py::test_an_interrupted_run_continues_with_resume",
     "tests/tools/compare/test_compare_peers.py::test_an_interruption_ends_all_processes",
     "tests/tools/compare/test_compare_peers.py::"
@@ -231,8 +235,8 @@ FEW = {
     "tests/e2e/client/sdks/test_agents_sdk.py::test_a_forced_call_is_run_and_its_output_is_answered": 3,
     "tests/cli/check/test_check_model.py::test_a_config_is_enough_to_check_an_architecture": 8,
     "tests/cli/check/test_check_gguf.py::test_a_gguf_file_of_each_architecture_is_compared": 3,
-    "tests/e2e/http/attacks/test_hostile.py::test_hostile_bodies": 4,
-    "tests/e2e/http/attacks/test_hostile.py::test_hostile_connections": 2,
+    "tests/e2e/http/attacks/test_hostile.py::test_hostile_bodies": 7,
+    "tests/e2e/http/attacks/test_hostile.py::test_hostile_connections": 3,
     "tests/kernels/cpu/sampling/test_logits_processors.py": 3,
     "tests/kernels/cpu/sampling/test_logprobs.py": 3,
     "tests/kernels/cpu/attention/test_key_ends.py": 8,

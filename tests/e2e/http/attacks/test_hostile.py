@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.http import hostile
 from tests.e2e.server import Server
+from tests.slices import ALL_CASES
 from tests.stages.gateway.peers import free_port
 from tools.serving_bench import fairness as fairness_bench
 
@@ -25,6 +26,8 @@ MANY = 50
 MOST_EXPENSIVE = ("140,000 messages", "a schema 5,000 levels deep")
 SOON_S = 2.0
 """The longest that the other client may wait. On an idle test machine it waits a fifth of it."""
+FLOODS = ("prompts", "uploads", *(("chats", "grammars") if ALL_CASES else ()))
+"""tests/stages/ingest has the turns of templates and grammars, too."""
 NUM_ROUNDS = 3
 ADDED_S = 1.0
 """How much longer a request may take while another key floods the server, on a busy machine: tens of milliseconds if
@@ -177,7 +180,7 @@ def test_a_key_that_floods_does_not_delay_another_key() -> None:
         address = fairness_bench.Address(server.url, zmq)
         fairness_bench.waits_of(address, 1)  # the grammar checker starts with the first grammar
         alone = fairness_bench.waits_of(address, NUM_ROUNDS)
-        for name in ("prompts", "chats", "grammars", "uploads"):
+        for name in FLOODS:
             with fairness_bench.flooded(name, address):
                 flooded = fairness_bench.waits_of(address, NUM_ROUNDS)
             for probe, waits in flooded.items():
