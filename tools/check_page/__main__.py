@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from tests.e2e.server import Server
-from tools.check_page import actions, checks, hostile, images, pictures
+from tools.check_page import actions, checks, hostile, images, pictures, reasoning
 from tools.check_page.devtools import PageError, Tab, browser, find_browser
 
 KEY = "sk-of-the-page-check"
@@ -72,6 +72,14 @@ async def run(program: str, only: str, folder: Path | None) -> int:
                     failed += await passes(tab, server.url, check.__name__, check(tab)) is False
                 if folder is not None:
                     await pictures.save_images(await chromium.tab(), server.url, folder)
+    if chosen := [check for check in reasoning.CHECKS if only in check.__name__]:
+        with reasoning.serving() as server:
+            async with browser(program) as chromium:
+                tab = await chromium.tab()
+                await tab.open(f"{server.url}/")
+                await actions.ready(tab)
+                for check in chosen:
+                    failed += await passes(tab, server.url, check.__name__, check(tab)) is False
     chosen = [one for one in (checks.a_short_context_needs_no_setting,) if only in one.__name__]
     died = checks.a_server_that_has_died_is_not_shown_alive
     if chosen or only in died.__name__:

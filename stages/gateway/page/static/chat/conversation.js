@@ -11,7 +11,7 @@
  * @typedef {{message: string, status: number, code: string | null, param: string | null, retryAfterS: number | null}} Failure
  * @typedef {{promptTokens: number, cachedTokens: number, outputTokens: number, totalMs: number, firstMs: number,
  *   hopsMs: Record<string, number>, id: string}} Timings
- * @typedef {{role: "user" | "assistant", text: string, reasoning?: string, attachments?: Attachment[],
+ * @typedef {{role: "user" | "assistant", text: string, id?: string, reasoning?: string, attachments?: Attachment[],
  *   tokens?: Token[], finish?: string | null, failure?: Failure, timings?: Timings}} Message
  */
 
@@ -72,13 +72,17 @@ function partOf({ kind, url = "", name }) {
  */
 export function apply(message, chunk) {
   const choice = chunk.choices?.[0];
+  if (chunk.id && !message.finish) message.id = chunk.id;
   if (choice) {
     const delta = choice.delta ?? {};
     if (delta.content) message.text += delta.content;
     const reasoning = delta.reasoning_content ?? delta.reasoning;
     if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
     for (const entry of choice.logprobs?.content ?? []) (message.tokens ??= []).push(tokenOf(entry));
-    if (choice.finish_reason) message.finish = choice.finish_reason;
+    if (choice.finish_reason) {
+      message.finish = choice.finish_reason;
+      delete message.id; // it is that of a reply that is being written
+    }
   }
   if (chunk.timings) message.timings = timingsOf(chunk.timings);
 }

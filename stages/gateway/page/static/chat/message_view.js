@@ -3,6 +3,7 @@
  * @module
  */
 
+import { endReasoning } from "../common/api.js";
 import { copyButton } from "../common/copy.js";
 import { el, replace } from "../common/dom.js";
 import { counted, duration, number, whole } from "../common/format.js";
@@ -124,7 +125,27 @@ export class MessageView {
       replace(this.#body, ...nodes);
     }
     if (!isStreaming) this.#drawFoot();
+    else if (reasoning && !text) this.#drawAnswerNow();
     else replace(this.#foot);
+  }
+
+  /** @type {HTMLButtonElement | null} */
+  #answerNow = null;
+
+  /** While a reply reasons: a button that ends it. */
+  #drawAnswerNow() {
+    this.#answerNow ??= el("button", { class: "quiet", type: "button", onclick: () => this.#endReasoning() }, "Answer now");
+    if (this.#foot.firstChild !== this.#answerNow) replace(this.#foot, this.#answerNow);
+  }
+
+  async #endReasoning() {
+    if (!this.#answerNow || !this.message.id) return;
+    this.#answerNow.disabled = true;
+    try {
+      await endReasoning(this.message.id);
+    } catch {
+      this.#answerNow.disabled = false; // it can be tried again
+    }
   }
 
   #noTokens = el("p", { class: "soft" }, "Regenerate this reply to see its tokens: it was written without them.");

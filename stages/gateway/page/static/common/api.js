@@ -102,6 +102,15 @@ export async function getJson(path, options) {
 }
 
 /**
+ * Ends the reasoning of a chat completion that is streamed: its answer follows.
+ * @param {string} id of the reply
+ * @throws {ApiError}
+ */
+export async function endReasoning(id) {
+  await send(`v1/chat/completions/${encodeURIComponent(id)}/control`, { body: { action: "reasoning_end" } });
+}
+
+/**
  * The chunks of a streamed chat completion.
  * @param {Record<string, unknown>} body
  * @param {AbortSignal} signal
@@ -109,7 +118,8 @@ export async function getJson(path, options) {
  * @throws {ApiError} also for an error event inside the stream
  */
 export async function* streamChat(body, signal) {
-  const response = await send("v1/chat/completions", { body: { ...body, stream: true }, signal });
+  const more = { stream: true, reasoning_control: true }; // for endReasoning
+  const response = await send("v1/chat/completions", { body: { ...body, ...more }, signal });
   if (!response.body) throw new ApiError(0, "The response has no body.");
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const parser = new EventParser();

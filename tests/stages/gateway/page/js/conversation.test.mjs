@@ -35,7 +35,8 @@ test("a stream's chunks make a reply", () => {
   const logprobs = {
     content: [{ token: "Hi", logprob: -0.123456, bytes: [72], top_logprobs: [{ token: "Hi", logprob: -0.123456 }] }],
   };
-  apply(message, { choices: [{ delta: { role: "assistant", content: "" }, finish_reason: null }] });
+  apply(message, { id: "chatcmpl-1", choices: [{ delta: { role: "assistant", content: "" }, finish_reason: null }] });
+  assert.equal(message.id, "chatcmpl-1");
   apply(message, { choices: [{ delta: { reasoning_content: "Hm" } }] });
   apply(message, { choices: [{ delta: { content: "Hi" }, logprobs }] });
   apply(message, { choices: [{ delta: {}, finish_reason: "stop" }] });
@@ -48,7 +49,7 @@ test("a stream's chunks make a reply", () => {
     time_to_first_token_ms: 3,
     hops,
   };
-  apply(message, { choices: [], timings: { total_ms: 10, choices: [choice] } });
+  apply(message, { id: "chatcmpl-1", choices: [], timings: { total_ms: 10, choices: [choice] } });
   assert.deepEqual(message, {
     role: "assistant",
     text: "Hi",
