@@ -62,7 +62,7 @@ def test_cases_cover_every_route_and_many_are_cheap_and_valid(description: dict[
     for body in chats:
         try:
             valid.append(json.loads(body))
-        except ValueError:
+        except (ValueError, RecursionError):  # some are as deep as the stack, on which plugins of pytest are, too
             continue
     assert len(chats) / 2 < len(valid) < len(chats)
     counts = [body["max_tokens"] for body in valid if type(body) is dict and type(body.get("max_tokens")) is int]
