@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.kernels.step_angles import StepAngles
+
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 LongArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -41,11 +43,13 @@ class StepInputs:
         max_num_samples: int | None = None,
         is_causal: bool = True,
         has_spans: bool = False,
+        angles: StepAngles | None = None,
         *,
         type_rows: int | None = None,
     ) -> None:
         """By default there is one sample for each row at most. Unless attention `is_causal`, there are `key_ends`,
-        and if there are spans whose tokens see all of it. `type_rows` is as in `ModelConfig.type_rows`."""
+        and if there are spans whose tokens see all of it. `type_rows` is as in `ModelConfig.type_rows`. `angles` are
+        those of every rotary embedding of the model; None: positions say how far tokens turn."""
         self.max_num_tokens = max_num_tokens
         self.max_num_rows = max_num_rows
         self.max_num_samples = max_num_rows if max_num_samples is None else max_num_samples
@@ -63,6 +67,9 @@ class StepInputs:
         """[T]"""
         self.positions: LongArray = np.zeros(max_num_tokens, np.int64)
         """[T]; each token's place in its row"""
+        self.angles = angles
+        self.angle_rows: LongArray = self.positions if angles is None else angles.rows
+        """[T]; each token's row in tables of angles."""
         self._type_rows = type_rows
         self.position_rows: LongArray = self.positions if type_rows is None else np.zeros(max_num_tokens, np.int64)
         """[T]; each token's row in the table of learned positions and token types. Without such types, `positions`."""
@@ -108,6 +115,7 @@ class StepInputs:
         samples: "np.ndarray[Any, Any]",
         other_tables: "tuple[IntArray, ...] | list[IntArray]" = (),
         key_ends: IntArray | None = None,
+        coordinates: LongArray | None = None,
     ) -> None:
         """Set the next step.
 
@@ -115,7 +123,8 @@ class StepInputs:
         entry's last tokens logits are wanted) have one value an entry, and `block_tables` [entries, blocks] holds at
         least the blocks that each entry writes or reads, `other_tables` those of the KV groups after the first.
         `key_ends` are those of all tokens, if there are any; by default a token sees what is before it if attention is
-        causal, else its whole entry.
+        causal, else its whole entry. `coordinates` [C, tokens] are what tokens turn by if there are `angles`; by
+        default all are the position.
         """
         num_rows, num_tokens = len(starts), len(ids)
         assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
@@ -137,6 +146,8 @@ class StepInputs:
         self.block_tables[:num_rows, : block_tables.shape[1]] = block_tables
         self.ids[:num_tokens] = ids
         self.positions[:num_tokens] = positions
+        if self.angles is not None:
+            self.angles.fill(positions if coordinates is None else coordinates)
         if self.key_ends is not None:
             if key_ends is None:
                 key_ends = positions + 1 if self._is_causal else (starts + counts)[entry]

@@ -33,6 +33,14 @@ def rotary_angles(
             table[:, half:] *= magnitudes
 
 
+def given_angles(cos: Tensor, sin: Tensor, given_cos: Tensor, given_sin: Tensor) -> None:
+    """The same of angles that are known: given_cos and given_sin [T, D/2] float32."""
+    half = given_cos.shape[1]
+    cos[:, :half] = cos[:, half:] = given_cos
+    sin[:, half:] = given_sin
+    torch.neg(given_sin, out=sin[:, :half])
+
+
 def head_norm(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, kv: LayerKV, eps: float) -> None:
     """An RMS norm of each head of queries and keys by itself, in place. qkv [T, (Q + 2K) * D], weights [D]; `kv` says
     how many heads are keys'."""

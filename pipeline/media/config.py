@@ -15,6 +15,10 @@ from pipeline.runtime.model.model_folder import read_file
 MEDIA = "media.json"
 MAX_SIDE = 16384
 """The largest side of what a processor makes."""
+MAX_RATIO = 200
+"""How many times as long as the other one side of an image may be for Qwen2-VL."""
+MAX_PATCHES = 16384
+"""Of an image of Qwen2-VL, whatever its files say."""
 
 Size = tuple[Annotated[int, Meta(ge=1, le=MAX_SIDE)], Annotated[int, Meta(ge=1, le=MAX_SIDE)]]
 Side = Annotated[int, Meta(ge=1, le=MAX_SIDE)]
@@ -105,6 +109,15 @@ class Qwen2VL(_Family, frozen=True, kw_only=True, tag="qwen2_vl"):
     """Patches on the side of a square whose patches make one row of embeddings."""
     temporal_patch: Side
     """Frames of a patch. All show the same image."""
+
+    @property
+    def max_patches(self) -> int:
+        """Patches of the largest image."""
+        step = self.patch * self.merge
+        # A side of one step may not shrink further; images that are too small get larger by a step at most.
+        long, short = (self.min_pixels * MAX_RATIO) ** 0.5, (self.min_pixels / MAX_RATIO) ** 0.5
+        enlarged = self.min_pixels + step * (long + short) + step**2
+        return int(max(self.max_pixels, MAX_RATIO * step**2, enlarged)) // self.patch**2
 
 
 class Pixtral(_Family, frozen=True, kw_only=True, tag="pixtral"):

@@ -51,7 +51,7 @@ from pipeline.stages.prepare.tokenizers import given_template
 
 SILENT = SilentProgress()
 
-FORMAT = 27
+FORMAT = 28
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 

@@ -370,6 +370,7 @@ class Planner:
             request_id=sequence.request.request_id,
             group_blocks=tables[1:],
             first_blocks=firsts if any(firsts) else [],
+            grids=sequence.request.grids,
         )
 
     def _start(self, sequence: Sequence, is_preempted_for: bool) -> m.RowAdd | None:
@@ -394,4 +395,5 @@ class Planner:
             fork_of=found.fork_of,
             group_blocks=[self._put(np.array(other.blocks, np.int32)) for other in others],
             first_blocks=[table.first, *(other.first for other in others)] if has_firsts else [],
+            grids=request.grids,
         )

@@ -69,6 +69,11 @@ class RequestState(msgspec.Struct, eq=False):
         return self.options.pooling != Pooling.NONE and self.options.max_tokens == 1
 
     @property
+    def grids(self) -> list[list[int]]:
+        """As in `RowAdd`."""
+        return [] if self.media is None else self.media.grids
+
+    @property
     def n(self) -> int:
         return self.options.n
 

@@ -12,11 +12,9 @@ from math import ceil, floor, sqrt
 import numpy as np
 from PIL import Image
 
-from pipeline.media.config import Qwen2VL
+from pipeline.media.config import MAX_RATIO, Qwen2VL
 from pipeline.media.processed import InvalidImage, Pixels, ProcessedImage
 from pipeline.media.processors.resizing import resized
-
-MAX_RATIO = 200
 
 
 def process(image: Image.Image, config: Qwen2VL) -> ProcessedImage:

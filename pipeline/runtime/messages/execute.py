@@ -32,6 +32,8 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     first_blocks: list[int] = []
     """For each KV group, the place of the first block in its table: no step reads those before it. Empty: 0 for
     all."""
+    grids: list[list[int]] = []
+    """Of each image of the prompt: its first position, and its grid (`MediaItem.grid`)."""
 
 
 NUM_PARTS = 1 << 16

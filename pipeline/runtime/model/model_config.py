@@ -199,6 +199,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
     """The first dimensions of a head that are rotated; None: all."""
+    rope_axes: list[int] | None = None
+    """For each pair of dimensions that rotate, by which coordinate of a token: 0 its frame, 1 its line and 2 its column
+    in an image (M-RoPE: Wang et al., 2024, arXiv:2409.12191). Tokens of text have their position in all. None: all
+    pairs rotate by the position."""
     interleaved_rope: bool = False
     """Whether adjacent dimensions rotate together, in the stored order. If not, halves do."""
     sliding_rope: Rope | None = None

@@ -77,6 +77,12 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Pixels of a side of the images that the table of positions is for."""
     patch_size: int
     """Pixels of a side of a patch."""
+    frames: int | None = None
+    """Frames of a patch, which all show the same: its matrix is [hidden_size, channels, frames, side, side]. None:
+    there is no such axis."""
+    max_patches: int | None = None
+    """Images come as patches, up to so many: those of a square of the projector one after the other, in the order of
+    their lines and columns. None: they come as pixels."""
     num_channels: int = 3
     patch_bias: bool = True
     class_token: bool = False
@@ -86,6 +92,8 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     "buckets": the sides of images are cut into as many equal parts as the table has; images may be smaller. "rope":
     there is no table; of the pairs of a head's dimensions, one half rotates by the line of a patch and the other one by
     its column, each with every second frequency (Pixtral). Images may be smaller."""
+    shares_frequencies: bool = False
+    """Whether both halves of "rope" have the same frequencies, which are those of lines (Qwen-VL)."""
     pixels: Pixels
     projector: Projector
     anyres: Anyres | None = None
@@ -104,7 +112,7 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def max_num_tokens(self) -> int:
         """Tokens of the largest image."""
-        return self.side**2 + self.class_token
+        return self.side**2 + self.class_token if self.max_patches is None else self.max_patches
 
     @property
     def hidden_size(self) -> int:
@@ -119,6 +127,18 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             found, width = found + width * matrix.num_outputs, matrix.num_outputs
         per_layer = 4 * config.num_heads * config.head_dim + (3 if config.gated else 2) * config.intermediate_size
         return found + config.hidden_size * (config.num_layers * per_layer + self.patch_width + config.max_position)
+
+    def num_rows_of_patches(self, num: int, grid: tuple[int, ...]) -> int:
+        """Rows of an image of `num` patches, with a grid of a frame and so many lines and columns of patches. Raises
+        ValueError if the tower can't take it."""
+        assert self.max_patches is not None
+        merge = self.projector.merge
+        frames, lines, columns = grid if len(grid) == 3 else (0, 0, 0)
+        fits = frames == 1 and lines * columns == num <= self.max_patches
+        if not fits or not lines or lines % merge or columns % merge or max(lines, columns) > self.side:
+            words = f"up to {self.max_patches} in a frame of multiples of {merge}, up to {self.side} on a side"
+            raise ValueError(f"an image of {num} patches, as {list(grid)}; this model's have {words}")
+        return num // merge**2
 
     def num_rows(self, height: int, width: int) -> int:
         """Rows of an image of so many pixels. Raises ValueError if the tower can't take it."""

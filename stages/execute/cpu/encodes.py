@@ -14,12 +14,14 @@ from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.media import support
 from pipeline.runtime.messages import MAX_RUNS_BEYOND, NUM_PARTS, EncodeJob, Step
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import Library
 from pipeline.stages.execute.cpu.vision import Encoding, MediaItem, VisionEncoder
 from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.rows import Take
+from pipeline.stages.execute.vision.coordinates import RowCoordinates
 
 
 class MediaFacts(NamedTuple):
@@ -67,9 +69,11 @@ class Encodes:
         library: Library | None,
         *,
         is_causal: bool = True,
+        turns: bool = False,
     ) -> None:
         """`library` is that of the language model. If positions of an image see those behind them, which is not
-        `is_causal`, a step has all positions of a run that are not computed. Raises UserError as `VisionEncoder`."""
+        `is_causal`, a step has all positions of a run that are not computed. `turns`: tokens have coordinates. Raises
+        UserError as `VisionEncoder`."""
         self._is_causal = is_causal
         self.rows: FloatArray | None = None
         """[rows, hidden_size]; None on a rank that does not encode: it only knows which positions are not its own."""
@@ -77,6 +81,7 @@ class Encodes:
         if num_rows:
             self.rows = np.zeros((num_rows, vision.hidden_size), np.float32)
             self._encoder = VisionEncoder(settings, folder, vision, num_threads, library)
+        self._coordinates = RowCoordinates(settings.schedule.max_num_seqs, vision.projector.merge) if turns else None
         self._begun: _Begun | None = None
         self.seconds = 0.0
         """That the last step's items took."""
@@ -84,11 +89,14 @@ class Encodes:
         """Of this step, by row: the first position of each span, and the rows of the cache from there on."""
 
     def encode(self, step: Step, take: Take, clock: Callable[[], float]) -> None:
-        """Encode the step's items, and note its spans. Without items, the clock is not read."""
+        """Encode the step's items, and note its spans and rows. Without items, the clock is not read."""
         self._spans.clear()
         self.seconds = 0.0
         if step.span_rows:
             self._note_spans(step, take)
+        if self._coordinates is not None:
+            for add in step.adds:
+                self._coordinates.add(add.row, add.grids)
         if not step.encodes:
             return
         # On a rank that does not encode, this frees what the step brings.
@@ -124,13 +132,20 @@ class Encodes:
             self._begun = None
 
     def put(
-        self, ids: IntArray, positions: IntArray | LongArray, rows: IntArray, starts: IntArray, counts: IntArray
-    ) -> IntArray | None:
+        self,
+        ids: IntArray,
+        positions: IntArray | LongArray,
+        entry: IntArray,
+        rows: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+    ) -> tuple[IntArray | None, LongArray | None]:
         """Replace the ids of spans by ~i for row i of the cache, on every rank: that of the placeholder's embedding
-        must not write it over the row of the first one. `ids` and `positions` are those of all entries, in order.
-        Returns `key_ends` for `StepInputs.fill`."""
+        must not write it over the row of the first one. `ids` and `positions` are those of all entries, in order, and
+        `entry` their rows. Returns `key_ends` and `coordinates` for `StepInputs.fill`."""
+        coordinates = None if self._coordinates is None else self._coordinates.of(entry, positions)
         if not self._spans:
-            return None
+            return None, coordinates
         key_ends: IntArray | None = None if self._is_causal else (positions + 1).astype(np.int32)
         begin = 0
         for row, start, num in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
@@ -141,7 +156,7 @@ class Encodes:
                 if key_ends is not None:
                     key_ends[at : at + len(slots)] = first + len(slots)
             begin += num
-        return key_ends
+        return key_ends, coordinates
 
     def close(self) -> None:
         """Free threads and memory."""
@@ -150,7 +165,12 @@ class Encodes:
 
 
 def load_encodes(
-    settings: Settings, folder: Path, library: Library | None, context: RankContext, facts: MediaFacts
+    settings: Settings,
+    folder: Path,
+    config: ModelConfig,
+    library: Library | None,
+    context: RankContext,
+    facts: MediaFacts,
 ) -> Encodes | None:
     """The tower and its rows on the first rank of all, which embeds what they stand for; None if this server takes no
     images. Raises UserError as `VisionEncoder`."""
@@ -158,5 +178,5 @@ def load_encodes(
     if vision is None or not facts.num_encoder_rows:
         return None
     num_own = 0 if context.rank or context.stage else facts.num_encoder_rows
-    is_causal = not facts.max_whole_run
-    return Encodes(settings, folder, vision, num_own, threads_of(settings), library, is_causal=is_causal)
+    how = {"is_causal": not facts.max_whole_run, "turns": config.rope_axes is not None}
+    return Encodes(settings, folder, vision, num_own, threads_of(settings), library, **how)

@@ -44,6 +44,7 @@ from pipeline.stages.execute.row_changes import copies_of
 from pipeline.stages.execute.rows import BoolArray, Take
 from pipeline.stages.execute.runner import Runner
 from pipeline.stages.execute.sampling_features import SamplingFeature
+from pipeline.stages.execute.vision.coordinates import angles_of
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
@@ -66,9 +67,8 @@ class CpuRunner(Runner):
         compiling: Callable[[bool], object] = lambda _: None,
     ) -> None:
         super().__init__(settings, model_dir)
-        self.answers = context.answers
         self._config = config = ModelConfig.load(model_dir)
-        self.generates = config.generates
+        self.answers, self.generates = context.answers, config.generates
         require_supported(settings, config)
         library = backend.choose_library(settings, config, kept, compiling)
         self._library, self._cache_root = library, backend.cache_root(settings)
@@ -98,13 +98,13 @@ class CpuRunner(Runner):
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv)
         self._make_rows(largest, kv, *((0, 0) if swapped is None else map(len, swapped)))
-        self._encodes = load_encodes(settings, model_dir, library, context, media)
+        self._encodes = load_encodes(settings, model_dir, config, library, context, media)
         self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens, **media._asdict())
         max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
-        max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
-        num_groups = len(kv.layout.groups)
-        sizes = max_num_tokens + media.tokens_beyond, max_num_seqs, max_num_blocks, num_groups, max_num_samples
-        self.inputs = StepInputs(*sizes, config.causal, media.max_whole_run > 0, type_rows=config.type_rows)
+        num_tokens, max_num_blocks = max_num_tokens + media.tokens_beyond, -(-kv.max_model_len // BLOCK_SIZE)
+        sizes = num_tokens, max_num_seqs, max_num_blocks, len(kv.layout.groups), max_num_samples
+        angles = angles_of(config, kv.max_model_len, num_tokens) if media.num_encoder_rows else None
+        self.inputs = StepInputs(*sizes, config.causal, media.max_whole_run > 0, angles, type_rows=config.type_rows)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
@@ -270,7 +270,7 @@ class CpuRunner(Runner):
             positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
             entry = rows[repeated]
         ids = self.rows.ids[entry, positions]
-        key_ends = None if (encodes := self._encodes) is None else encodes.put(ids, positions, rows, starts, counts)
+        spans = () if (encodes := self._encodes) is None else encodes.put(ids, positions, entry, rows, starts, counts)
         num_blocks = int(np.maximum.reduce(self.rows.num_blocks[rows]))
         requested_features = self.rows.requested_features
         pooled = (
@@ -283,7 +283,7 @@ class CpuRunner(Runner):
         table, *others = (blocks[rows, :num_blocks] for blocks in self.rows.group_blocks)
         logprobs = self.sampling_inputs.logprobs
         num_samples = is_sampled if num_drafts is None else is_sampled * (1 + num_drafts)
-        self.inputs.fill(ids, starts, counts, table, num_samples, others, key_ends)
+        self.inputs.fill(ids, starts, counts, table, num_samples, others, *spans)
         if self._config.type_rows is not None:
             has_types = self._config.token_types > 1
             self.inputs.fill_types(self.rows.types_of(entry, positions) if has_types else 0)

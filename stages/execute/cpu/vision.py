@@ -23,8 +23,8 @@ from pipeline.stages.execute.cpu.native.tower import NativeTower
 from pipeline.stages.execute.cpu.precision import with_activations
 from pipeline.stages.execute.cpu.program import ProgramPlan
 from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.vision.hidden_states import normalized, packed, position_rows, rows_of
-from pipeline.stages.execute.vision.tower import build, computed_config, newline_of, projector_norm
+from pipeline.stages.execute.vision.hidden_states import coordinates, normalized, packed, position_rows, rows_of
+from pipeline.stages.execute.vision.tower import angles_of, build, computed_config, newline_of, projector_norm
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class MediaItem:
     """An image, or its tiles, which have one size."""
 
     pixels: PixelArray
-    """uint8 [tiles, channels, height, width]"""
+    """uint8 [tiles, channels, height, width], or if images come as patches, [patches, channels, side, side]"""
     grid: tuple[int, ...] = ()
     """As in `ProcessedImage`."""
 
@@ -49,7 +49,7 @@ class Tile:
     """An image, or a part of one, and where its rows go."""
 
     pixels: PixelArray
-    """uint8 [channels, height, width]"""
+    """uint8 [channels, height, width], or patches"""
     out: FloatArray
     """float32 [rows, hidden_size]"""
     grid: tuple[int, int]
@@ -78,7 +78,8 @@ class VisionEncoder:
         self._max_num_tiles = max_num_tiles
         num_blocks = -(-most // BLOCK_SIZE) + max_num_tiles
         max_blocks = -(-vision.max_num_tokens // BLOCK_SIZE)
-        self._inputs = StepInputs(most, max_num_tiles, max_blocks, max_num_samples=1, is_causal=False)
+        sizes = most, max_num_tiles, max_blocks
+        self._inputs = StepInputs(*sizes, max_num_samples=1, is_causal=False, angles=angles_of(vision, most))
         self._patches = PatchInputs(most, vision.patch_width)
         layout = scratch(config.num_layers)
         plan = ProgramPlan(
@@ -126,9 +127,11 @@ class VisionEncoder:
 
     def num_tile_rows(self, item: MediaItem) -> int:
         """Rows of each tile. Raises ValueError for pixels that the tower can't take."""
-        _, channels, height, width = item.pixels.shape
+        num, channels, height, width = item.pixels.shape
         if item.pixels.dtype != np.uint8 or channels != self.config.num_channels:
             raise ValueError(f"pixels are {item.pixels.dtype} with {channels} channels, not uint8 with 3")
+        if self.config.max_patches is not None:
+            return self.config.num_rows_of_patches(num, item.grid)
         return self.config.num_rows(height, width)
 
     def close(self) -> None:
@@ -137,7 +140,8 @@ class VisionEncoder:
 
     def _tile_rows(self, item: MediaItem, out: FloatArray) -> FloatArray:
         """Memory for the rows of the tiles, [tiles, rows of a tile, hidden_size]: `out`, unless they are packed."""
-        shape = len(item.pixels), self.num_tile_rows(item), self.config.hidden_size
+        num_tiles = len(item.pixels) if self.config.max_patches is None else 1
+        shape = num_tiles, self.num_tile_rows(item), self.config.hidden_size
         if self.config.anyres is not None:
             return np.empty(shape, np.float32)
         num_rows = shape[0] * shape[1]
@@ -146,6 +150,9 @@ class VisionEncoder:
         return out.reshape(shape)
 
     def _tiles(self, item: MediaItem, out: FloatArray) -> list[Tile]:
+        if self.config.max_patches is not None:
+            _, lines, columns = item.grid
+            return [Tile(item.pixels, out[0], (lines, columns), lines * columns)]
         size = self.config.patch_size
         grid = item.pixels.shape[2] // size, item.pixels.shape[3] // size
         num_tokens = grid[0] * grid[1] + self.config.class_token
@@ -161,7 +168,8 @@ class VisionEncoder:
             begin += tile.num_tokens
             if self._norm is not None:
                 x = normalized(x, self._norm, vision.encoder.norm, vision.encoder.rms_norm_eps)
-            rows.append(rows_of(x, tile.grid, vision.projector, self._projector_norm))
+            by_squares = vision.max_patches is not None
+            rows.append(rows_of(x, tile.grid, vision.projector, self._projector_norm, by_squares=by_squares))
         made, begin = self.program.projected(np.concatenate(rows)), 0
         for tile in tiles:
             tile.out[:] = made[begin : begin + len(tile.out)]
@@ -174,18 +182,23 @@ class VisionEncoder:
         num_blocks = -(-counts // BLOCK_SIZE)
         table = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())
         ids, zeros = np.zeros(counts.sum(), np.int32), np.zeros(len(tiles), np.int32)
+        turns = vision.positions == "rope"
+        where = np.concatenate([coordinates(vision, *tile.grid) for tile in tiles], axis=1) if turns else None
         # Entries after a tile's own blocks are not read.
-        self._inputs.fill(ids, zeros, counts, table.astype(np.int32), zeros.astype(np.bool_))
+        self._inputs.fill(ids, zeros, counts, table.astype(np.int32), zeros.astype(np.bool_), coordinates=where)
         residual, begin = self.program.residual(), 0
         for tile in tiles:
             end = begin + tile.num_tokens
             self._patches.pixels[begin : begin + class_token] = CENTER
-            self._patches.pixels[begin + class_token : end] = cut(tile.pixels, vision.patch_size)
-            rows = position_rows(vision, *tile.grid)
-            if vision.positions == "rope":
-                self._inputs.positions[begin:end], residual[begin:end] = rows, self._positions
+            has_patches = vision.max_patches is not None
+            patches = (
+                tile.pixels.reshape(-1, vision.patch_width) if has_patches else cut(tile.pixels, vision.patch_size)
+            )
+            self._patches.pixels[begin + class_token : end] = patches
+            if turns:
+                residual[begin:end] = self._positions
             else:
-                np.take(self._positions, rows, axis=0, out=residual[begin:end])
+                np.take(self._positions, position_rows(vision, *tile.grid), axis=0, out=residual[begin:end])
             begin = end
 
 

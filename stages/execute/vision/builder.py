@@ -34,11 +34,6 @@ class TowerBuilder(ProgramBuilder):
         step, and the pixels of the tokens into the `PatchInputs`."""
 
     @abstractmethod
-    def rotate(self, cos: FloatArray, sin: FloatArray) -> None:
-        """Queries and keys of the layers behind are turned by these angles: float32 [positions, head_dim / 2], of the
-        rows that `StepInputs.positions` names. Called after `patches`."""
-
-    @abstractmethod
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
         """The projector, which `projected` computes."""
 

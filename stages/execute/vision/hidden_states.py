@@ -26,9 +26,11 @@ def normalized(x: FloatArray, norm: Norm, kind: NormKind, eps: float) -> FloatAr
     return out
 
 
-def rows_of(x: FloatArray, grid: tuple[int, int], projector: Projector, norm: Norm | None) -> FloatArray:
+def rows_of(
+    x: FloatArray, grid: tuple[int, int], projector: Projector, norm: Norm | None, *, by_squares: bool = False
+) -> FloatArray:
     """The projector's input [rows, hidden_size * merge ** 2], of the hidden states [patches, hidden_size] of an image
-    with a grid of so many lines and columns of patches."""
+    with a grid of so many lines and columns of patches. `by_squares`: those of a square follow one another."""
     lines, columns = grid
     if projector.mean > 1:
         x = x[squares(lines, columns, projector.mean)].mean(axis=1, dtype=np.float32)
@@ -37,21 +39,28 @@ def rows_of(x: FloatArray, grid: tuple[int, int], projector: Projector, norm: No
         assert projector.norm is not None
         x = normalized(x, norm, projector.norm, projector.norm_eps)
     if projector.merge > 1:
-        x = x[squares(lines, columns, projector.merge)].reshape(-1, projector.merge**2 * x.shape[1])
+        x = x if by_squares else x[squares(lines, columns, projector.merge)]
+        x = x.reshape(-1, projector.merge**2 * x.shape[-1])
     return x
 
 
 def position_rows(vision: VisionConfig, lines: int, columns: int) -> LongArray:
-    """The row of each token of an image in the table of positions, or in that of angles."""
+    """The row of each token of an image in the table of positions."""
     if vision.positions == "table":
         return np.arange(lines * columns + vision.class_token, dtype=np.int64)
     side = vision.side
-    if vision.positions == "rope":
-        every: LongArray = (np.arange(lines)[:, None] * side + np.arange(columns)).reshape(-1)
-        return every
     of_lines, of_columns = _buckets(lines, side), _buckets(columns, side)
     rows: LongArray = (of_lines[:, None] * side + of_columns).reshape(-1)
     return rows
+
+
+def coordinates(vision: VisionConfig, lines: int, columns: int) -> LongArray:
+    """The line and the column of each patch of an image, [2, patches]."""
+    order = np.arange(lines * columns)
+    if vision.max_patches is not None:
+        order = squares(lines, columns, vision.projector.merge).reshape(-1)
+    found: LongArray = np.stack(np.divmod(order, columns)).astype(np.int64)
+    return found
 
 
 def _buckets(num: int, side: int) -> LongArray:

@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.kernels.patches import CENTER
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
+from pipeline.kernels.step_angles import StepAngles
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, FloatFormat, StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
@@ -18,7 +19,7 @@ from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
-from pipeline.stages.execute.layers.rope import rope_frequencies
+from pipeline.stages.execute.layers.rope import rope_frequencies, rope_table
 from pipeline.stages.execute.program import AnyMatrix, AttentionWeights, Linear, Norm
 from pipeline.stages.execute.vision.builder import PatchWeights, ProjectorMatrix, TowerBuilder
 from pipeline.stages.execute.weights import Weights, converted
@@ -46,8 +47,6 @@ def build(
     config, computed = vision.encoder, computed_config(vision)
     patches = _patch_weights(vision, weights, to)
     program.patches(patches)
-    if vision.positions == "rope":
-        program.rotate(*rope_tables(vision))
     for i in range(config.num_layers):
         attention = attention_weights(config, weights, i)
         if computed is not config:
@@ -62,7 +61,9 @@ def build(
 def _patch_weights(vision: VisionConfig, weights: Weights, to: FloatFormat) -> PatchWeights:
     """The bias is that of the rounded matrix: else what it takes back would not be what the matrix adds."""
     hidden, size, channels, pixels = vision.encoder.hidden_size, vision.patch_size, vision.num_channels, vision.pixels
-    stored = weights.floats("vision.patches.weight", (hidden, channels, size, size)).astype(np.float64)
+    frames = () if vision.frames is None else (vision.frames,)
+    stored = weights.floats("vision.patches.weight", (hidden, channels, *frames, size, size)).astype(np.float64)
+    stored = stored.sum(2) if frames else stored
     std, mean = np.array(pixels.std, np.float64), np.array(pixels.mean, np.float64)
     scaled = stored * (pixels.scale / std)[:, None, None]
     data = np.ascontiguousarray(scaled.reshape(hidden, -1), np.float32)
@@ -103,16 +104,19 @@ def newline_of(vision: VisionConfig, weights: Weights) -> FloatArray | None:
     return None if vision.anyres is None else np.asarray(weights.vector("vision.newline.weight", vision.hidden_size))
 
 
-def rope_tables(vision: VisionConfig) -> tuple[FloatArray, FloatArray]:
-    """Cosines and sines of each patch of the largest image, line by line: [patches, head_dim / 2] float32 each, zeros
-    and ones for the padding of heads."""
-    config, side = vision.encoder, vision.side
-    frequencies = rope_frequencies(config.head_dim, config.rope_theta, None).astype(np.float64)
-    lines, columns = np.divmod(np.arange(side**2), side)
-    angles = np.zeros((side**2, computed_config(vision).head_dim // 2))
-    both = np.outer(lines, frequencies[::2]), np.outer(columns, frequencies[1::2])
-    angles[:, : len(frequencies)] = np.concatenate(both, axis=1)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+def angles_of(vision: VisionConfig, max_num_tokens: int) -> StepAngles | None:
+    """The angles by lines and columns of patches; None if the tower has no rotary embedding. The padding of heads does
+    not turn."""
+    if vision.positions != "rope":
+        return None
+    config = vision.encoder
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, None)
+    of_lines, of_columns = frequencies[::2], frequencies[::2] if vision.shares_frequencies else frequencies[1::2]
+    turning = np.zeros(computed_config(vision).head_dim // 2, np.float32)
+    axes = np.zeros(len(turning), np.int64)
+    turning[: len(frequencies)] = np.concatenate([of_lines, of_columns])
+    axes[len(of_lines) : len(frequencies)] = 1
+    return StepAngles(*rope_table(turning, vision.side), axes, max_num_tokens)
 
 
 def _projector(vision: VisionConfig, weights: Weights) -> tuple[ProjectorMatrix, ...]:

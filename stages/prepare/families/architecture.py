@@ -199,6 +199,8 @@ LLAMA_7B = {
 }
 """Sizes that LLaVA's text_config may lack: transformers' defaults of Llama."""
 QWEN2_VL = {
+    "mrope_section": [16, 24, 24],
+    "mrope_interleaved": False,
     "hidden_size": 8192,
     "intermediate_size": 29568,
     "num_hidden_layers": 80,
@@ -209,6 +211,8 @@ QWEN2_VL = {
     "rope_theta": 1000000.0,
 }
 QWEN3_VL = {
+    "mrope_section": [24, 20, 20],
+    "mrope_interleaved": True,
     "hidden_size": 4096,
     "intermediate_size": 22016,
     "num_hidden_layers": 32,
@@ -217,8 +221,16 @@ QWEN3_VL = {
     "max_position_embeddings": 128000,
     "rope_theta": 500000.0,
 }
-TEXT_DEFAULTS = {"qwen2_vl_text": QWEN2_VL, "qwen2_5_vl_text": QWEN2_VL, "qwen3_vl_text": QWEN3_VL}
-"""transformers' defaults that differ from those of the architecture in TEXT_TYPES."""
+QWEN3_5 = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+TEXT_DEFAULTS = {
+    "qwen2_vl_text": QWEN2_VL,
+    "qwen2_5_vl_text": QWEN2_VL,
+    "qwen3_vl_text": QWEN3_VL,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5,
+}
+"""transformers' defaults that differ from those of the architecture in TEXT_TYPES, and whether axes take turns, which
+files don't say."""
 TEXT_TYPES = {
     "exaone4_5_text": "exaone4",
     "qwen2_vl_text": "qwen2",

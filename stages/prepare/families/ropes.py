@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from pipeline.runtime.model.rope import (
     LinearRope,
@@ -70,6 +71,25 @@ def read_ropes(keys: Keys) -> Ropes:
     if part != 1 and not keys.has_default("partial_rotary_factor"):
         raise ConfigFault(f"partial_rotary_factor is {shown(part)}: partial rotary embedding is not supported")
     return Ropes(main_rope, sliding_rope, float(part))
+
+
+def rope_axes(keys: Keys, rotary_dim: int) -> list[int] | None:
+    """`ModelConfig.rope_axes`; None if the model has no M-RoPE. Raises ConfigFault."""
+    interleaved = keys.get("mrope_interleaved", bool)
+    if interleaved is None:
+        return None
+    key, rope = rope_of(keys)
+    given = rope.get("mrope_section")
+    section, half = keys.get("mrope_section", list) if given is None else given, rotary_dim // 2
+    is_valid = isinstance(section, list) and len(section) == 3 and all(type(one) is int and one >= 0 for one in section)
+    if not is_valid or sum(section) != half:
+        raise ConfigFault(f"{key} has mrope_section {shown(section)}; it must be three integers whose sum is {half}")
+    axes = np.zeros(half, np.int64)
+    if not interleaved:
+        return np.repeat(np.arange(3), section).tolist()
+    for axis in (1, 2):
+        axes[axis : 3 * section[axis] : 3] = axis
+    return axes.tolist()
 
 
 def scaled_context(ropes: Ropes, keys: Keys, max_position: int) -> tuple[int, list[str]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from math import isqrt
 
 from pipeline.media.config import (
+    MAX_PATCHES,
     Gemma3,
     Idefics3,
     Llava,
@@ -168,7 +169,7 @@ def qwen2_vl(files: ModelFiles) -> Qwen2VL:
         **files.common(BICUBIC, CLIP_MEAN, CLIP_STD),
         **files.image_token(151655),
         min_pixels=least,
-        max_pixels=most,
+        max_pixels=max(least, min(most, MAX_PATCHES * patch**2)),
         patch=patch,
         merge=merge,
         temporal_patch=temporal,

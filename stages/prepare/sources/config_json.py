@@ -11,7 +11,7 @@ from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, architecture
 from pipeline.stages.prepare.encoders.heads import Head
 from pipeline.stages.prepare.families.architecture import as_part, text_part
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys
-from pipeline.stages.prepare.families.ropes import read_ropes, scaled_context
+from pipeline.stages.prepare.families.ropes import read_ropes, rope_axes, scaled_context
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.shape import MAX_LAYERS, as_float, check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.source import ModelError
@@ -102,6 +102,7 @@ class ConfigReader:
             "rope_scaling": ropes.main.scaling,
             "sliding_rope": None if window is None or ropes.sliding == ropes.main else ropes.sliding,
             "rotary_dim": ropes.rotary_dim(head_dim),
+            "rope_axes": rope_axes(keys, ropes.rotary_dim(head_dim) or head_dim),
             "activation": ACTIVATIONS[activation],
             **flags,
         }

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from pipeline.media.config import LlavaOnevision, MediaConfig
+import msgspec
+
+from pipeline.media.config import LlavaOnevision, MediaConfig, Qwen2VL
 from pipeline.runtime.model.model_config import Activation, Layout, ModelConfig, Piece
 from pipeline.runtime.model.vision_config import Anyres, Matrix, Pixels, Projector, VisionConfig
-from pipeline.stages.prepare.families.architecture import renamed
+from pipeline.stages.prepare.families.architecture import qkv_slices, renamed
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, Keys
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.vision.tower_defaults import (
@@ -56,11 +58,13 @@ class NotServed(Exception):
 class VisionKeys(Keys):
     """The values of `vision_config`, whose name is before those of its keys."""
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        super().__init__({self.name(key): value for key, value in config.items()}, {}, defaults)
+    def __init__(
+        self, config: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__({f"vision_config.{key}": value for key, value in config.items()}, names or {}, defaults)
 
     def name(self, key: str) -> str:
-        return f"vision_config.{key}"
+        return f"vision_config.{self._names.get(key, key)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +107,12 @@ def layers_of(keys: Keys, source: Source, layout: Layout, **others: Any) -> Mode
         "head_dim": hidden // heads,
         **others,
     }
+    if "intermediate_size" not in fields:
+        fields["intermediate_size"] = keys.count("intermediate_size")
     return ModelConfig(
         name=source.text.name,
         architecture="vision",
         hidden_size=hidden,
-        intermediate_size=keys.count("intermediate_size"),
         num_heads=heads,
         num_kv_heads=heads,
         vocab_size=1,
@@ -289,6 +294,67 @@ PIXTRAL_PIECES = {
     "vision.projector.norm": Piece("multi_modal_projector.norm"),
 }
 
+
+QWEN_NAMES = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
+"""Keys of Qwen-VL's vision_config that differ."""
+QWEN_LAYERS = {
+    "self_attn.o_proj": Piece("attn.proj"),
+    "input_layernorm": Piece("norm1"),
+    "post_attention_layernorm": Piece("norm2"),
+}
+
+
+def _qwen_vl(source: Source, keys: VisionKeys, pieces: Mapping[str, str], **others: Any) -> VisionConfig:
+    """Patches in frames, which turn by their lines and columns; `pieces` are the names of its own tensors, and `others`
+    fields of the layers that differ."""
+    media, hidden = source.media, source.text.hidden_size
+    assert isinstance(media, Qwen2VL), "the processor of another family"
+    rope = Keys(keys.get("rope_parameters", dict, {}), {}, {})
+    fields = {"rope_theta": rope.number("rope_theta", 10000.0), "max_position": 1, "rms_norm_eps": 1e-6, **others}
+    encoder = layers_of(keys, source, Layout(), **fields)
+    names = {"vision.patches": "patch_embed.proj", **pieces}
+    outside = {name: Piece(f"visual.{tensor}") for name, tensor in names.items() if name.startswith("vision.")}
+    inside = {name: Piece(tensor) for name, tensor in names.items() if not name.startswith("vision.")}
+    layout = Layout("visual.blocks.{}.", qkv_slices(encoder, "attn.qkv") | QWEN_LAYERS | outside | inside)
+    width = encoder.hidden_size * media.merge**2
+    return VisionConfig(
+        encoder=msgspec.structs.replace(encoder, layout=layout),
+        final_norm=False,
+        frames=media.temporal_patch,
+        max_patches=media.max_patches,
+        patch_bias=False,
+        positions="rope",
+        shares_frequencies=True,
+        projector=Projector(
+            merge=media.merge,
+            norm=encoder.norm,
+            matrices=[Matrix(num_outputs=width, bias=True, activation="gelu"), Matrix(num_outputs=hidden, bias=True)],
+        ),
+        **patch_fields(keys, source),
+    )
+
+
+def _image_size(media: MediaConfig) -> dict[str, int]:
+    """What vision_config does not say: the sides of the longest image, which has a square on the other side."""
+    assert isinstance(media, Qwen2VL)
+    return {"image_size": media.max_patches // media.merge * media.patch, "patch_size": media.patch}
+
+
+def _qwen2_vl(source: Source) -> VisionConfig:
+    names = QWEN_NAMES | {"hidden_size": "embed_dim"}
+    sizes = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "hidden_act": "quick_gelu"}
+    keys = VisionKeys(source.vision_config, sizes | _image_size(source.media), names)
+    pieces = {
+        "vision.projector.norm": "merger.ln_q",
+        "vision.projector.0": "merger.mlp.0",
+        "vision.projector.1": "merger.mlp.2",
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+    }
+    inner = int(keys.count("hidden_size") * keys.number("mlp_ratio", 4))
+    return _qwen_vl(source, keys, pieces, intermediate_size=inner)
+
+
 FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -296,5 +362,6 @@ FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
     "llava_onevision": _llava,
     "gemma3": _gemma3,
     "mistral3": _pixtral,
+    "qwen2_vl": _qwen2_vl,
 }
 """By `model_type` of config.json. They raise ConfigFault and NotServed."""

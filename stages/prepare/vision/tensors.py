@@ -22,7 +22,8 @@ def tower_shapes(vision: VisionConfig) -> dict[str, Shape]:
     """Name and shape of every tensor of a tower, by the names in `VisionConfig.encoder`."""
     config, projector = vision.encoder, vision.projector
     hidden, size = config.hidden_size, vision.patch_size
-    shapes: dict[str, Shape] = {"vision.patches.weight": (hidden, vision.num_channels, size, size)}
+    frames = () if vision.frames is None else (vision.frames,)
+    shapes: dict[str, Shape] = {"vision.patches.weight": (hidden, vision.num_channels, *frames, size, size)}
     if vision.patch_bias:
         shapes["vision.patches.bias"] = (hidden,)
     if vision.positions != "rope":

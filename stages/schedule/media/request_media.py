@@ -46,6 +46,11 @@ class RequestMedia:
         self._run_ends = [run.start + run.num for run in self._runs]
 
     @property
+    def grids(self) -> list[list[int]]:
+        """As in `RowAdd`."""
+        return [[first, *item.grid] for first, item in zip(self.firsts, self.items, strict=True)]
+
+    @property
     def end(self) -> int:
         """The position behind the last one that any item has."""
         return self.ends[-1]

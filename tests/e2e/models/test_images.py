@@ -27,11 +27,10 @@ from tests.compiled import link_kernels
 from tests.e2e.observed import Metrics, gained
 from tests.e2e.recovery.test_recovery import RESTARTED, assert_restarted, kill, pids, post
 from tests.e2e.server import Server
-from tests.stages.execute.vision.tiny_towers import ONEVISION, TEXT, VARIANTS, Variant, make, normalized, save
+from tests.stages.execute.vision.tiny_towers import ONEVISION, QWEN, TEXT, VARIANTS, Variant, make, normalized, save
 from tests.stages.ingest.media.test_prompt_images import SMOLVLM
 
-ROWS = 9
-"""Of a tile"""
+ROWS = 9  # of a tile
 TILE = 48
 MAX_TOKENS = 12
 CHATS = "/v1/chat/completions"
@@ -62,14 +61,15 @@ FAMILIES = {
 
 def make_folder(folder: Path, family: Family = IDEFICS3) -> tuple[Any, Path]:
     """A tiny model in transformers, and its folder."""
-    found = VARIANTS[family.name] if family.name else ONEVISION
+    found = (VARIANTS | QWEN)[family.name] if family.name else ONEVISION
     text = {**found.changes.get("text_config", TEXT), "max_position_embeddings": 1024}
-    processor = {**found.processor, **family.image_processor}
-    variant = Variant(found.kind, found.vision, {**found.changes, "text_config": text}, processor=processor)
+    read = {**found.processor, **family.image_processor}
+    variant = Variant(found.kind, found.vision, {**found.changes, "text_config": text}, processor=read)
     model = make(variant)
     source = save(folder, variant, model)
     (source / "processor_config.json").write_text(json.dumps(family.processor))
-    placeholder = "<start_of_image>" if found.kind == "gemma3" else "<image>"
+    shown = {"gemma3": "<start_of_image>", **dict.fromkeys(QWEN, "<start_of_image><image><end_of_image>")}
+    placeholder = shown.get(family.name, "<image>")
     (source / "chat_template.jinja").write_text(SMOLVLM.replace("<image>", placeholder), encoding="utf-8")
     image_id = json.loads((source / "config.json").read_bytes())["image_token_id"]
     model.config.image_token_id = model.model.image_token_id = image_id

@@ -336,7 +336,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         1,
         7,
         IDS,
-        [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(OPTIONS), group_blocks=[REF, IDS], first_blocks=[0, 3, 3])],
+        [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(OPTIONS), 9, -1, [REF, IDS], [0, 3, 3], [[2, 1, 4, 6]])],
         IDS,
         IDS,
         REF,

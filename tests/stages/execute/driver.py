@@ -1,5 +1,6 @@
 """A minimal scheduler: it plans steps for a runner by hand, so that tests choose rows, chunks and cached prefixes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def row_add(
     generation: int = 1,
     fork_of: int = -1,
     num_prompt: int | None = None,
+    grids: Sequence[Sequence[int]] = (),
 ) -> m.RowAdd:
     return m.RowAdd(
         row=row,
@@ -77,6 +79,7 @@ def row_add(
         blocks=i32(blocks),
         options=msgspec.Raw(msgspec.msgpack.encode(options)),
         fork_of=fork_of,
+        grids=[list(grid) for grid in grids],
     )
 
 

@@ -64,8 +64,11 @@ class NativeAttention:
         self._qkv = gathered.floats(max_num_tokens, all_heads * config.head_dim) if has_norm_of_all else None
         self._growth, self._score_form = self._forms()
         self._angles: dict[RopeKey, tuple[int, int]] = {}
-        """Addresses of cosines and sines of every position, [max_model_len, head_dim / 2] each."""
+        """Addresses of cosines and sines of every position, [max_model_len, head_dim / 2] each, or of every token."""
         for key, rotation in rotations(config, kv.max_model_len).items():
+            if (angles := inputs.angles) is not None:
+                self._angles[key] = angles.cos.ctypes.data, angles.sin.ctypes.data
+                continue
             cos, sin = rope_table(rotation.frequencies, kv.max_model_len, rotation.magnitudes)
             self._angles[key] = memory.vector(cos), memory.vector(sin)
         self._kv_type = kv_type
@@ -80,10 +83,6 @@ class NativeAttention:
         self.pages = KVPages(library, self._units, kv.num_blocks * self._unit_bytes)
         self._calibrated: list[CalibratedLayer] = []
         self._plans: dict[tuple[int, int, int, Heads], int] = {}
-
-    def rotate(self, cos: int, sin: int) -> None:
-        """Queries and keys of the layers behind turn by angles at these addresses, whatever rope they have."""
-        self._angles = dict.fromkeys(self._angles, (cos, sin))
 
     def emit(
         self,

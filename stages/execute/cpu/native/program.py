@@ -389,10 +389,10 @@ class NativeProgram(Program):
         self._layers.add(self._gated, inner, weights.down, *how, scale=weights.residual_scale, stays=stays)
 
     def _step_arrays(self) -> native.NativeStepArrays:
-        inputs = self._inputs
-        names = ("ids", "positions", "slots", "sampled", "starts", "counts", "offsets", "block_tables")
+        inputs, names = self._inputs, ("ids", "slots", "sampled", "starts", "counts", "offsets", "block_tables")
         return native.NativeStepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in names},
+            positions=inputs.angle_rows.ctypes.data,
             max_blocks=inputs.block_tables.shape[1],
             adapters=inputs.adapters.ctypes.data,
             num_adapted=inputs.num_adapted.ctypes.data,

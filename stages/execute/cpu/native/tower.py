@@ -34,9 +34,6 @@ class NativeTower(NativeProgram, TowerBuilder):
         library.program_linear_add(self._handle, self._residual, rows, packed, self._config.hidden_size, 1.0)
         self._layers.norm_residual(weights.norm, "embed norm")
 
-    def rotate(self, cos: FloatArray, sin: FloatArray) -> None:
-        self._attention.rotate(self._memory.vector(cos), self._memory.vector(sin))
-
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
         library, memory = self._library, self._memory
         program = self._projector = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))

@@ -6,11 +6,12 @@ import torch
 
 from pipeline.kernels.attention.kv_layout import LayerKV, allocate_units, layer_at, layers_of
 from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
+from pipeline.kernels.attention.rotary import given_angles
 from pipeline.kernels.matrix import as_tensor
 from pipeline.kernels.select import Ops
 from pipeline.runtime.model.special_layers import Heads
 from pipeline.stages.execute.cpu.program import ProgramPlan
-from pipeline.stages.execute.cpu.pytorch.calls import Buffer, TorchCalls
+from pipeline.stages.execute.cpu.pytorch.calls import Buffer, Extent, TorchCalls
 from pipeline.stages.execute.kv import kv_dtype
 from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.layers.rope import RopeKey, rotations
@@ -56,21 +57,18 @@ class TorchAttention:
 
     def begin(self) -> None:
         """Record what a step needs before its first layer."""
+        if (angles := self._inputs.angles) is not None:
+            given = [Buffer(torch.from_numpy(table), Extent.TOKENS) for table in (angles.cos, angles.sin)]
+            cos, sin = (self._calls.buffer(2 * angles.cos.shape[1], dtype=torch.float32) for _ in range(2))
+            self._calls.add(given_angles, cos, sin, *given)
+            self._angles = dict.fromkeys(rotations(self._config, self._max_model_len), (cos, sin))
+            return
         for key, rotation in rotations(self._config, self._max_model_len).items():
             cos, sin = (self._calls.buffer(2 * len(rotation.frequencies), dtype=torch.float32) for _ in range(2))
             frequencies = torch.from_numpy(rotation.frequencies)
             magnitudes = None if rotation.magnitudes is None else torch.from_numpy(rotation.magnitudes)
             self._calls.add(self._ops.rotary_angles, cos, sin, self._calls.positions, frequencies, magnitudes)
             self._angles[key] = cos, sin
-
-    def rotate(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Queries and keys of the layers behind turn by these angles, [positions, head_dim], whatever rope they have.
-        The first half of `sin` has the other sign."""
-        calls = self._calls
-        found = tuple(calls.buffer(table.shape[1], dtype=torch.float32) for table in (cos, sin))
-        for buffer, table in zip(found, (cos, sin), strict=True):
-            calls.add(self._ops.take_rows, buffer, table, calls.positions)
-        self._angles = dict.fromkeys(self._angles, (found[0], found[1]))
 
     def layer(self, weights: AttentionWeights, index: int) -> TorchLayer:
         """The layer with this number."""

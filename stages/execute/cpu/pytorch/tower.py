@@ -29,10 +29,6 @@ class TorchTower(TorchProgram, TowerBuilder):
         self._multiply(self._x, numbers, weights.linear)
         self._add(self._x, None, weights.norm)
 
-    def rotate(self, cos: FloatArray, sin: FloatArray) -> None:
-        both = np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
-        self._attention.rotate(*(torch.from_numpy(table) for table in both))
-
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
         self._projector = [(*self._linear(matrix.linear), matrix.activation) for matrix in matrices]
 

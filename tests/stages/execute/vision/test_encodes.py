@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.encodes import MediaFacts, load_encodes
 from pipeline.stages.execute.ranks.context import RankContext
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
@@ -234,7 +235,9 @@ def test_a_rank_that_does_not_encode_frees_what_a_step_brings_and_embeds_no_plac
     execute = msgspec.structs.replace(config.execute, encoder_cache_bytes=NUM_ROWS * HIDDEN_BYTES)
     config = msgspec.structs.replace(config, execute=execute)
     facts = MediaFacts.of(config, model.folder)
-    encodes = load_encodes(config, model.folder, None, RankContext(1, 2, -1, 1.0), facts)
+    encodes = load_encodes(
+        config, model.folder, ModelConfig.load(model.folder), None, RankContext(1, 2, -1, 1.0), facts
+    )
     assert encodes is not None and encodes.rows is None and facts.num_encoder_rows == NUM_ROWS
     taken: list[Any] = []
     job = m.EncodeJob(bytes(16), i32(range(18)), [0, 0], PIXELS.tobytes(), shape=list(PIXELS.shape))
@@ -243,5 +246,6 @@ def test_a_rank_that_does_not_encode_frees_what_a_step_brings_and_embeds_no_plac
     spans = (step.span_rows, step.span_starts, step.span_counts, step.span_slots)
     assert len(taken) == 6 and all(one in taken for one in (job.slots, job.pixels, *spans))
     ids = np.arange(NUM_IDS, dtype=np.int32)
-    encodes.put(ids, ids, *(np.array([value], np.int32) for value in (0, 0, NUM_IDS)))
+    entry = np.zeros(NUM_IDS, np.int32)
+    encodes.put(ids, ids, entry, *(np.array([value], np.int32) for value in (0, 0, NUM_IDS)))
     assert np.flatnonzero(ids < 0).tolist() == [start + i for start, num in RUNS for i in range(num)]

@@ -172,6 +172,26 @@ def make(variant: Variant, seed: int = 0) -> Any:
     return model.eval()
 
 
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+QWEN_PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 48 * 80}
+QWEN_VISION = {"depth": 3, "num_heads": 3, "patch_size": 8, "hidden_size": 48}
+QWEN: dict[str, Variant] = {
+    "qwen2_vl": Variant(
+        "qwen2_vl",
+        {**QWEN_VISION, "embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2},
+        {"text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": MROPE}},
+        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+    ),
+    "qwen2_vl, padded heads": Variant(
+        "qwen2_vl",
+        {**QWEN_VISION, "embed_dim": 48, "hidden_size": 64, "num_heads": 2, "hidden_act": "gelu"},
+        {"text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": MROPE}},
+        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+    ),
+}
+"""Those whose images come as patches."""
+
+
 GEMMA3_TOKENS = {"boi": "<start_of_image>", "eoi": "<end_of_image>"}
 
 
