@@ -26,6 +26,25 @@ MAX_INCOMPLETE = 3
 """Ids after the budget that may complete a character: it has at most four bytes. Then the end comes anyway."""
 
 
+NUM_AT_ONCE = 4096
+"""Ids whose bytes are looked through together."""
+
+
+class Pieces(dict[int, bytes]):
+    """The bytes of ids, those of special tokens marked. For all rows: made once for each id."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        text = b""
+        if token < self._tokenizer.vocab_size:
+            text = self._tokenizer.decode_bytes([token])
+            text = SPECIAL + text if self._tokenizer.is_special_token(token) else text
+        self[token] = text
+        return text
+
+
 class _State(Enum):
     BEFORE = 0
     OPEN = 1
@@ -36,8 +55,8 @@ class _State(Enum):
 class BudgetState:
     """The reasoning budget of one row."""
 
-    def __init__(self, budget: ReasoningBudget, tokenizer: LLTokenizer) -> None:
-        self._budget, self._tokenizer = budget, tokenizer
+    def __init__(self, budget: ReasoningBudget, pieces: Pieces) -> None:
+        self._budget, self._pieces = budget, pieces
         self._closing: list[int] = np.frombuffer(budget.closing_ids, "<i4").tolist()
         self._most_bytes = max(map(len, (*budget.starts, *budget.ends)), default=0)
         self._state = _State.OPEN if budget.is_open else _State.BEFORE
@@ -67,8 +86,34 @@ class BudgetState:
         """The ids that come next, whatever the model prefers."""
         return self._closing[self._num_closed :] if self._state is _State.CLOSING else []
 
-    def push(self, token: int) -> None:
-        """Take the next id of the output."""
+    def push_all(self, ids: list[int]) -> None:
+        """Take the next ids of the output. There may be as many as the budget has."""
+        at = 0
+        while at < len(ids) and self._state is not _State.OVER:
+            num = min(len(ids) - at, NUM_AT_ONCE)
+            if self._state is _State.OPEN:
+                num = min(num, self._limit - self._num_used - 1)  # none of them uses up the budget
+            if num < 2 or not self._skip(ids[at : at + num]):
+                num = max(1, num)
+                for token in ids[at : at + num]:
+                    self._push(token)
+            at += num
+
+    def _skip(self, ids: list[int]) -> bool:
+        """Take ids that have no mark. Returns whether they have none."""
+        is_open = self._state is _State.OPEN
+        if not (is_open or (self._state is _State.BEFORE and self._budget.anywhere)):
+            return False
+        text = self._text + b"".join(map(self._pieces.__getitem__, ids))
+        if any(mark in text for mark in (self._budget.ends if is_open else self._budget.starts)):
+            return False
+        if is_open:
+            self._num_used += len(ids)
+            self._last = [*self._last, *ids[-len(self._closing) :]][-len(self._closing) :]
+        self._text = text[-self._most_bytes :]
+        return True
+
+    def _push(self, token: int) -> None:
         match self._state:
             case _State.BEFORE:
                 self._before(token)
@@ -94,10 +139,10 @@ class BudgetState:
     def _before(self, token: int) -> None:
         starts = self._budget.starts
         if self._budget.anywhere:
-            self._text = (self._text + self._bytes_of(token))[-self._most_bytes :]
+            self._text = (self._text + self._pieces[token])[-self._most_bytes :]
             is_open = self._text.endswith(tuple(starts))
         else:
-            self._text = word = (self._text + self._bytes_of(token)).lstrip(SPACE)
+            self._text = word = (self._text + self._pieces[token]).lstrip(SPACE)
             is_open = word.startswith(tuple(starts))
             if word and not is_open and not any(start.startswith(word) for start in starts):
                 self._state = _State.OVER
@@ -109,7 +154,7 @@ class BudgetState:
         self._num_used += 1
         self._last = [*self._last, token][-len(self._closing) :]
         # A mark may begin within an id, and end within another.
-        self._text = self._text[-self._most_bytes :] + self._bytes_of(token)
+        self._text = self._text[-self._most_bytes :] + self._pieces[token]
         if any(end in self._text for end in self._budget.ends):
             self._end()
             return
@@ -122,12 +167,6 @@ class BudgetState:
 
     def _end(self) -> None:
         self._state, self._text = (_State.BEFORE if self._budget.anywhere else _State.OVER), b""
-
-    def _bytes_of(self, token: int) -> bytes:
-        if token >= self._tokenizer.vocab_size:
-            return b""
-        text = self._tokenizer.decode_bytes([token])
-        return SPECIAL + text if self._tokenizer.is_special_token(token) else text
 
 
 def is_complete(text: bytes) -> bool:

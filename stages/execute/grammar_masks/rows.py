@@ -39,8 +39,7 @@ class BudgetedRow:
         """Raises MaskError."""
         if self.inner is not None:
             consume(self.inner.matcher, ids)
-        for token in ids:
-            self.budget.push(token)
+        self.budget.push_all(ids)
 
 
 def consume(matcher: LLMatcher, ids: list[int]) -> None:

@@ -38,7 +38,7 @@ from pipeline.stages.execute.grammar_masks.memory import (
     WordArray,
 )
 from pipeline.stages.execute.grammar_masks.next_masks import NextMasks
-from pipeline.stages.execute.grammar_masks.reasoning_budget import BudgetState
+from pipeline.stages.execute.grammar_masks.reasoning_budget import BudgetState, Pieces
 from pipeline.stages.execute.grammar_masks.rows import (
     NO_TOKEN_LEFT,
     BudgetedRow,
@@ -106,6 +106,7 @@ class MaskWorker:
         self._socket, self._engine, self._memory = of, engine, memory
         self._grammars = Grammars(engine)
         self._rows: dict[int, MatcherRow | BudgetedRow] = {}
+        self._pieces = Pieces(engine.tokenizer)
         self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
         self._fence = Fence()
         self._eos_ids = np.array(engine.eos_ids, np.int64)
@@ -271,7 +272,7 @@ class MaskWorker:
             stop_ids = np.setdiff1d(np.array(begin.stop_ids, np.int64), self._eos_ids)
             inner = MatcherRow(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
         if begin.reasoning is not None:
-            return BudgetedRow(BudgetState(begin.reasoning, self._engine.tokenizer), inner)
+            return BudgetedRow(BudgetState(begin.reasoning, self._pieces), inner)
         assert inner is not None, "a row has masks without a reason"
         return inner
 

@@ -1,6 +1,7 @@
 """Reasoning budgets: what is forced, and when; alone, in batches, preempted, with proposed ids, with a grammar."""
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from pipeline.grammars.engine import Engine
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.grammar_masks.reasoning_budget import BudgetState, is_complete
+from pipeline.stages.execute.grammar_masks.reasoning_budget import BudgetState, Pieces, is_complete
 from tests.stages.execute.grammar_masks.test_masks_scheduled import BLOCK_BYTES, Wrong
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, lark, options, text_of, write
@@ -41,10 +42,10 @@ def engine(folder: Path) -> Engine:
 
 def written(engine: Engine, limit: Any, text: str) -> str:
     """What comes of a model that wants to write `text`."""
-    state, out, wanted = BudgetState(limit, engine.tokenizer), list[int](), ids_of(text)
+    state, out, wanted = BudgetState(limit, Pieces(engine.tokenizer)), list[int](), ids_of(text)
     while wanted or state.forced:
         out.append(state.forced[0] if state.forced else wanted.pop(0))
-        state.push(out[-1])
+        state.push_all([out[-1]])
     return text_of(out)
 
 
@@ -69,6 +70,28 @@ def written(engine: Engine, limit: Any, text: str) -> str:
 )
 def test_what_is_written(engine: Engine, limit: Any, text: str, found: str) -> None:
     assert written(engine, limit, text) == found
+    # Ids that come together, as those of a row that begins again, lead to the same.
+    ids = ids_of(found)
+    for cut in range(len(ids)):
+        one, all_at_once = (BudgetState(limit, Pieces(engine.tokenizer)) for _ in range(2))
+        for token in ids[:cut]:
+            one.push_all([token])
+        all_at_once.push_all(ids[:cut])
+        assert one.forced == all_at_once.forced and one.is_over == all_at_once.is_over
+        one.push_all(ids[cut:])
+        all_at_once.push_all(ids[cut:])
+        assert one.forced == all_at_once.forced and one.is_over == all_at_once.is_over
+
+
+def test_a_long_reasoning_is_read_quickly(engine: Engine) -> None:
+    """The step of all rows waits for it."""
+    ids = ids_of("Hm, and so on. " * 10_000)
+    state = BudgetState(budget(len(ids) + 1), Pieces(engine.tokenizer))
+    began_s = time.thread_time()
+    state.push_all(ids)
+    assert time.thread_time() - began_s < 0.2 and not state.forced
+    state.push_all(ids[:1])
+    assert state.forced == ids_of(CLOSING)
 
 
 @pytest.mark.parametrize(("num", "text"), [(1, "é"), (2, "hé"), (1, "€"), (1, "😀"), (3, "😀")])
@@ -77,10 +100,10 @@ def test_a_character_is_completed(engine: Engine, num: int, text: str) -> None:
 
 
 def test_bytes_that_never_become_a_character_do_not_go_on_for_ever(engine: Engine) -> None:
-    state = BudgetState(budget(2), engine.tokenizer)
+    state = BudgetState(budget(2), Pieces(engine.tokenizer))
     for _ in range(5):
         assert not state.forced
-        state.push(ids_of("😀")[0])
+        state.push_all([ids_of("😀")[0]])
     assert state.forced == ids_of(CLOSING)
 
 
@@ -204,19 +227,19 @@ def test_an_end_that_the_client_asks_for(folder: Path, anywhere: bool) -> None:
 
 
 def test_an_end_holds_for_reasoning_that_is_opened_later(engine: Engine) -> None:
-    state = BudgetState(budget(9, is_open=False, anywhere=True), engine.tokenizer)
+    state = BudgetState(budget(9, is_open=False, anywhere=True), Pieces(engine.tokenizer))
     state.end_now()
     for token in ids_of("ab<t>"):
         assert not state.forced
-        state.push(token)
+        state.push_all([token])
     assert state.forced == ids_of(CLOSING)
 
 
 def test_an_end_within_a_character_completes_it(engine: Engine) -> None:
-    state = BudgetState(budget(9), engine.tokenizer)
+    state = BudgetState(budget(9), Pieces(engine.tokenizer))
     first, second = ids_of("é")
-    state.push(first)
+    state.push_all([first])
     state.end_now()
     assert not state.forced
-    state.push(second)
+    state.push_all([second])
     assert state.forced == ids_of(CLOSING)
