@@ -18,6 +18,7 @@ from pipeline.text.formats.parsing.text_scan import SPACE, skip_space, starts_wi
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
 from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
+from pipeline.text.formats.tool_parsers.apertus import Apertus
 from pipeline.text.formats.tool_parsers.deepseek import DeepSeekV3, DeepSeekV31
 from pipeline.text.formats.tool_parsers.gemma import FUNCTION_GEMMA, GEMMA4
 from pipeline.text.formats.tool_parsers.generic import Generic
@@ -49,6 +50,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     DeepSeekV31(),
     GEMMA4,
     FUNCTION_GEMMA,
+    Apertus(),
     XmlFormat("glm45", GLM, ("glm47",), ("<|observation|>", "<|user|>")),
     XmlFormat("seed_oss", SEED),
     XmlFormat("qwen3_coder", QWEN, ("qwen3_xml",)),

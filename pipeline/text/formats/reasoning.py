@@ -21,6 +21,7 @@ from pipeline.text.formats.parsing.marks import Marks
 from pipeline.text.formats.parsing.specials import SpecialTokenFilter
 from pipeline.text.formats.parsing.text_scan import starts_with
 from pipeline.text.formats.tool_parsers import harmony
+from pipeline.text.formats.tool_parsers.apertus import START as APERTUS_CALLS
 from pipeline.text.formats.tool_parsers.kimi_k2 import MARKS as KIMI_MARKS
 
 LINE = "\n"
@@ -178,6 +179,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
         wrappers=("<response>", "</response>"),
         signs=("<|start_of_role|>", "thought"),
     ),
+    ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>", OPTIONAL, unclosed_before=(APERTUS_CALLS,)),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", OPTIONAL),
     ReasoningFormat("qwen3", *THINK, OPTIONAL),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", OPTIONAL),

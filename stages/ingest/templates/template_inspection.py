@@ -21,7 +21,8 @@ ROUNDS = 8
 class TemplateTraits:
     """`parts`: it loops over the parts of a message's content. `text_too`: it tests whether content is text, and so
     takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that
-    role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text.
+    role. `json_arguments`: it appends the arguments of a call to text, and neither tests whether they are text
+    nor writes them as JSON itself.
     `empty_parts`: it gets an empty reply as an empty part; `one_system`: it gets all system messages as one at the
     start; see template_fallbacks.py. `thinking_parts`: it reads the reasoning of a message from a part of its
     content."""
@@ -64,9 +65,11 @@ def inspect_template(environment: jinja2.Environment, source: str) -> TemplateTr
 def _adds_arguments(tree: nodes.Template) -> bool:
     sums: list[Any] = list(tree.find_all(nodes.Add))
     is_added = any(_is_arguments(side) for add in sums for side in (add.left, add.right))
-    return is_added and not any(
-        test.name == "string" and _is_arguments(test.node) for test in tree.find_all(nodes.Test)
+    is_tested = any(test.name == "string" and _is_arguments(test.node) for test in tree.find_all(nodes.Test))
+    is_written = any(
+        one.name == "tojson" and _is_arguments(one.node) for one in tree.find_all(nodes.Filter) if one.node
     )
+    return is_added and not is_tested and not is_written
 
 
 def _is_arguments(node: nodes.Node) -> bool:

@@ -194,6 +194,17 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         (gemma('"text": "a\\n", "n": 5'), "", [("find", {"text": "a\n", "n": 5})]),  # JSON
         (gemma('n:<|"|>5<|"|>,text:12'), "", [("find", {"n": 5, "text": "12"})]),  # by the schema
     ],
+    "apertus": [
+        (
+            f'<|tools_prefix|>[{{"find": {FIND}}}, {{"now": {{}}}}]<|tools_suffix|>',
+            "",
+            [("find", json.loads(FIND)), ("now", {})],
+        ),
+        ('Hm. <|tools_prefix|>[ { "now" : {} } ]', "Hm.", [("now", {})]),
+        ('<|tools_prefix|>{"now": {}}<|tools_suffix|>.', ".", [("now", {})]),
+        ('<|tools_prefix|>[{"now": {}]<|tools_suffix|>', "", [("now", {})]),  # a brace too few
+        ('<|tools_prefix|>[{"fi\\u006ed": {"n": 1}}]<|tools_suffix|>', "", [("find", {"n": 1})]),
+    ],
     "functiongemma": [
         (
             "<start_function_call>call:find{text:<escape>a<b<escape>,n:5}<end_function_call>",

@@ -23,6 +23,7 @@ HIDDEN_GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"
         ("granite", "", "Here's my thought process:\nHm. Here's my response:\nYes.", Reply("Yes.", "Hm. ")),
         ("granite", "", "<think>Hm.</think>\n<response>Yes.</response>", Reply("Yes.", "Hm.")),
         ("granite", "", "Here is my answer. <response>", Reply("Here is my answer. <response>")),
+        ("apertus", "<|assistant_start|>", "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", Reply("Yes.", "Hm.")),
         ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", Reply("Yes.", "Hm.")),
         ("kimi_k2", "<|im_middle|>", "<think>Hm.</think>Yes.", Reply("Yes.", "Hm.")),
         ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.\n<channel|>Yes.", Reply("Yes.", "Hm.")),
@@ -43,6 +44,17 @@ def test_reasoning_is_separated_from_the_content(form: str, tail: str, text: str
     for known in (formats(reasoning=form), formats(reasoning=form, specials=specials)):
         assert read(known.parser(tail=tail), [text]) == reply
         assert read(known.parser(tail=tail), text) == reply
+
+
+def test_apertus_calls_within_its_reasoning() -> None:
+    form = formats(
+        "apertus", "apertus", ("<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>", "<|tools_suffix|>")
+    )
+    text = '<|inner_prefix|>I look.<|tools_prefix|>[{"now": {}}]'
+    for end in ("", "<|tools_suffix|>"):
+        for pieces in ([text + end], text + end):
+            reply = read(form.parser("auto", NAMES, "<|assistant_start|>"), pieces)
+            assert reply == Reply("", "I look.", [("now", "{}")], 1)
 
 
 def test_a_call_ends_kimis_reasoning() -> None:

@@ -130,6 +130,7 @@ CALLS: dict[str, list[Writer]] = {
         lambda text: ['<|tool_call>call:find{text:<|"|>', Spelled(text), '<|"|>}<tool_call|>'],
         lambda text: ['<|tool_call>call:find{"text":', quoted(text), "}<tool_call|>"],
     ],
+    "apertus": [lambda text: ['<|tools_prefix|>[{"find": ', *in_json(text), "}]<|tools_suffix|>"]],
     "functiongemma": [
         lambda text: [
             *("<start_function_call>call:find{text:<escape>", Spelled(text)),

@@ -14,6 +14,7 @@ from tests.text.formats.replies import Reply, read
 
 SOURCES = {path.name.removesuffix(".jinja"): path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}
 FORMATS = {
+    "apertus": ("apertus", "apertus"),
     "command-r7b": ("generic", None),
     "deepseek-r1-distill": ("generic", "deepseek_r1"),
     "deepseek-v3.1": ("deepseek_v31", "deepseek_v3"),
@@ -30,6 +31,7 @@ FORMATS = {
     "hermes3.tool_use": ("hermes", None),
     "kimi-k2": ("kimi_k2", None),
     "kimi-k2-thinking": ("kimi_k2", "kimi_k2"),
+    "laguna": ("glm45", "qwen3"),
     "lfm2": ("lfm2", None),
     "lfm2.5": ("lfm2", "qwen3"),
     "llama3.1": ("llama3", None),
@@ -61,6 +63,7 @@ ONE_CALL = ("gpt-oss", "llama3.1", "llama3.2")
 ENDS = (
     *("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>", "<end_of_turn>\n", "<|end_of_text|>\n"),
     *("<seed:eos>", "<｜end▁of▁sentence｜>", "<|tool_response>", "<|call|>", "</tool_call>"),
+    *("<|tools_suffix|>", "</assistant>\n"),
 )
 ARGUMENTS = ['{"city": "Ürgüp </tool_call>", "days": [1, {"x": "}"}]}', "{}"]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}}

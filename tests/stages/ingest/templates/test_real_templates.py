@@ -184,7 +184,7 @@ def test_inspection_finds_the_traits_of_real_templates() -> None:
     all_traits = {name: ChatTemplate(source).traits for name, source in SOURCES.items()}
     assert {name for name, traits in all_traits.items() if traits.parts} == TAKE_PARTS
     assert {name for name, traits in all_traits.items() if traits.none} == {
-        *("deepseek-r1-distill", "deepseek-v3.1", "kimi-k2", "kimi-k2-thinking", "qwen3.5")
+        *("apertus", "deepseek-r1-distill", "deepseek-v3.1", "kimi-k2", "kimi-k2-thinking", "qwen3.5")
     }
     assert {name for name, traits in all_traits.items() if traits.json_arguments} == TAKE_JSON
     assert all_traits["qwen3"] == TemplateTraits(text_too=True)

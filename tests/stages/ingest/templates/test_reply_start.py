@@ -32,6 +32,7 @@ class Model(NamedTuple):
 
 
 MODELS = [
+    Model("apertus", {"enable_thinking": True}, OPTIONAL, OPTIONAL),
     Model("deepseek-r1-distill", {}, OPEN, OPEN),
     Model("deepseek-v3.1", {}, OVER, OPTIONAL),
     Model("deepseek-v3.1", {"thinking": True}, OPEN, OPTIONAL),
@@ -47,6 +48,8 @@ MODELS = [
     Model("granite3.3", {}, OPTIONAL, OPTIONAL),
     Model("granite3.3", {"thinking": True}, OPTIONAL, OPTIONAL),
     Model("kimi-k2-thinking", {}, OPTIONAL, OPTIONAL),
+    Model("laguna", {}, OVER, OVER),
+    Model("laguna", {"enable_thinking": True}, OPEN, OPEN),
     Model("lfm2.5", {}, OPTIONAL, OPTIONAL),
     Model("ministral3", {}, OPTIONAL, OPTIONAL),
     Model("qwen3", {}, OPTIONAL, OPTIONAL),
