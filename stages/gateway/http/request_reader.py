@@ -1,5 +1,6 @@
 """Reads the body of a request that opens one in the table, within the limits of the server and of the client's key."""
 
+import functools
 import math
 import time
 
@@ -14,6 +15,7 @@ from pipeline.http_server.bodies import body_reader
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader, OutOfTime, Rest
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.admission.open_bytes import measure
+from pipeline.stages.gateway.admission.waiting_room import MESSAGE_PARTS, WaitingRoom
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.media.fetcher import MediaFetcher
 from pipeline.stages.gateway.open_requests.table import RequestTable
@@ -42,6 +44,7 @@ class RequestReader:
         self._timeout_s = settings.request_timeout_s
         self._with_metrics = settings.per_request_metrics
         self._fetcher = MediaFetcher() if fetcher is None else fetcher
+        self._settings = settings
 
     async def read(
         self, http_request: web.Request, api: str, parser: Parser | None = None
@@ -84,12 +87,22 @@ class RequestReader:
             return parsed, received
         left_s = math.inf if received.left_s is None else received.left_s
         left_s = received.received_s + min(self._timeout_s or math.inf, left_s) - time.monotonic()
-        fetched = await self._fetcher.fetch(linked, received.scope, left_s)
+        try:
+            with self._waiting.hold(MESSAGE_PARTS * len(received.body), received.scope):
+                fetched = await self._fetcher.fetch(linked, received.scope, left_s)
+        except ApiError as error:
+            self._count_overloaded(error)
+            raise
         received = msgspec.structs.replace(received, fetched=tuple(fetched))
         parsed = received.with_fetched(parsed)
         parsed = msgspec.structs.replace(parsed, size=measure(parsed))
         self._requests.check_room(sum(map(len, fetched)))
         return parsed, received
+
+    @functools.cached_property
+    def _waiting(self) -> WaitingRoom:
+        """For requests whose images are fetched."""
+        return WaitingRoom(self._settings, self._requests.accounts.keys, "wait for images that are fetched")
 
     def limits_of_key(self) -> RequestLimits:
         """The limits of the current request's client."""
@@ -151,6 +164,6 @@ class RequestReader:
             raise
 
     def _count_overloaded(self, error: ApiError) -> None:
-        """Count a request that is refused because the upload budget is used up."""
+        """Count a request that is refused because too much is received, or waits."""
         if error.code == "overloaded":
             self._requests.refusals.overloaded(error)

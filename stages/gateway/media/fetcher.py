@@ -8,7 +8,7 @@ import asyncio
 import math
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 import aiohttp
@@ -17,6 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from pipeline.media.limits import LIMITS
 from pipeline.runtime.queues.fair_gate import FairGate
 from pipeline.stages.gateway.errors import ApiError, invalid, overloaded
+from pipeline.stages.gateway.media.lookups import Addresses, Lookups
 from pipeline.stages.gateway.media.urls import is_public
 from pipeline.stages.gateway.parsing.chat.images import LinkedImage
 
@@ -30,9 +31,6 @@ WAIT_S = 30.0
 """Longest time until a request's images are fetched, with the wait for its turn."""
 PIECE_BYTES = 64 * 1024
 
-Lookup = Callable[[str, int], Awaitable[list[tuple[int, str]]]]
-"""Returns families and addresses of a host and a port. Raises OSError."""
-
 
 class MediaFetcher:
     """Of one gateway. Requests take turns that are fair to the API keys."""
@@ -42,15 +40,15 @@ class MediaFetcher:
         *,
         timeout_s: float = TIMEOUT_S,
         max_bytes: int = LIMITS.max_bytes,
-        lookup: Lookup | None = None,
+        look: Callable[[str, int], Addresses] | None = None,
         is_allowed: Callable[[str], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`max_bytes` is that of all images of a request together. `is_allowed` says whether an address may be
-        connected to."""
+        """`max_bytes` is that of all images of a request together. `look` is as in `Lookups`. `is_allowed` says whether
+        an address may be connected to."""
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
-        self._resolver = Resolver(_lookup if lookup is None else lookup, is_allowed)
+        self._lookups, self._is_allowed = Lookups(look), is_allowed
         self._tls = tls
         self._gate = FairGate(NUM_REQUESTS, NUM_REQUESTS - 1)
 
@@ -61,15 +59,15 @@ class MediaFetcher:
             async with asyncio.timeout(min(WAIT_S, left_s)):
                 await self._gate.enter(scope, len(images))
                 try:
-                    return await self._fetch_all(images)
+                    return await self._fetch_all(images, scope)
                 finally:
                     self._gate.leave(scope)
         except TimeoutError:
             raise overloaded("the images of this request could not be fetched in time") from None
 
-    async def _fetch_all(self, images: Sequence[LinkedImage]) -> list[bytes]:
+    async def _fetch_all(self, images: Sequence[LinkedImage], scope: str) -> list[bytes]:
         connector = aiohttp.TCPConnector(
-            resolver=self._resolver,
+            resolver=Resolver(self._lookups, self._is_allowed, scope),
             use_dns_cache=False,
             force_close=True,
             limit=NUM_CONNECTIONS,
@@ -144,16 +142,17 @@ class NoPublicAddressError(Exception):
 
 
 class Resolver(AbstractResolver):
-    """Answers with the addresses of a host that may be connected to; aiohttp connects to them without another look."""
+    """Answers with the addresses of a host that may be connected to; aiohttp connects to them without another look. For
+    one request."""
 
-    def __init__(self, lookup: Lookup, is_allowed: Callable[[str], bool]) -> None:
-        self._lookup, self._is_allowed = lookup, is_allowed
+    def __init__(self, lookups: Lookups, is_allowed: Callable[[str], bool], scope: str) -> None:
+        self._lookups, self._is_allowed, self._scope = lookups, is_allowed, scope
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises OSError and NoPublicAddressError."""
-        found = await self._lookup(host, port)
+        """Raises OSError, UnicodeError, NoPublicAddressError and ApiError."""
+        found = await self._lookups.find(host, port, self._scope)
         if not (allowed := [one for one in found if self._is_allowed(one[1])]):
             raise NoPublicAddressError
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -164,12 +163,6 @@ class Resolver(AbstractResolver):
 
     async def close(self) -> None:
         """There is nothing to close."""
-
-
-async def _lookup(host: str, port: int) -> list[tuple[int, str]]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-    return [(family, str(address[0])) for family, _, _, _, address in found]
 
 
 def _refused(image: LinkedImage, why: str) -> ApiError:

@@ -14,6 +14,12 @@ MAX_URL_CHARS = 2048
 HTTPS_PORT = 443
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """Addresses that stand for those of IPv4 in their last 32 bits, RFC 6052."""
+UNICAST = ipaddress.ip_network("2000::/3")
+"""All that is assigned of IPv6 for the internet, RFC 4291. What is elsewhere is local (fec0::/10), or stands for an
+address of IPv4 (::/96, ::ffff:0:0:0/96, 64:ff9b:1::/48)."""
+OTHERS = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32", "3fff::/20")))
+"""None of the internet either, which `ipaddress` does not know, or not in each version: addresses of protocols (of the
+metadata service of a cloud, too), the host's agent in Azure, and those of documentation, RFC 9637."""
 
 
 def checked_url(text: str, allowed: Collection[str]) -> URL:
@@ -56,6 +62,6 @@ def is_public(address: str) -> bool:
             return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
         if (inner := found.ipv4_mapped or found.sixtofour) is not None:
             return is_public(str(inner))
-        if found.teredo is not None:
+        if found.teredo is not None or found not in UNICAST:
             return False
-    return found.is_global and not found.is_multicast
+    return found.is_global and not found.is_multicast and not any(found in network for network in OTHERS)

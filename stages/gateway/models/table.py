@@ -27,8 +27,8 @@ from pipeline.runtime.messages.models import (
 )
 from pipeline.runtime.security.api_keys import NO_SCOPE
 from pipeline.stages.gateway.admin.sleep import SleepControl
+from pipeline.stages.gateway.admission.waiting_room import MESSAGE_PARTS, WaitingRoom
 from pipeline.stages.gateway.errors import ApiError, invalid, shown
-from pipeline.stages.gateway.models.waiting_room import MESSAGE_PARTS, WaitingRoom
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness

@@ -1,5 +1,7 @@
 """Requests whose images are URLs: ingest gets the bytes, and a recording has them."""
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,30 @@ def test_an_image_of_a_url_is_fetched(tmp_path: Path, fetched: list[str]) -> Non
         assert refused["param"] == "messages[0].content[0].image_url.url"
         assert "not in gateway.allowed_media_domains" in refused["message"]
         assert fetched == ["https://images.example/a", "https://b.cdn.example/b"]
+
+
+def test_what_waits_for_its_images_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests are fetched at a time: without a bound, those behind them filled the memory with their bodies."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def fetch(self: MediaFetcher, images: Sequence[LinkedImage], scope: str, left_s: float) -> list[bytes]:
+        begun.set()
+        await asyncio.to_thread(go_on.wait)
+        return [b"abc"] * len(images)
+
+    monkeypatch.setattr(MediaFetcher, "fetch", fetch)
+    body = chat("https://images.example/a", user="a" * 600_000)
+    with Gate(tmp_path, allowed_media_domains=("images.example",), max_open_bytes=2 * 1024**2) as gate:
+        waiting = gate.post(body)
+        begun.wait()
+        refused = gate.client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 503 and "wait for images that are fetched" in refused.json()["error"]["message"]
+        go_on.set()
+        gate.serve("Hello")
+        assert waiting.result().status_code == 200
+        again = gate.post(body)
+        gate.serve("Hello")
+        assert again.result().status_code == 200
 
 
 def test_without_allowed_domains_none_is_fetched(tmp_path: Path, fetched: list[str]) -> None:

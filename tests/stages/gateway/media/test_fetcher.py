@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from aiohttp import web
 from yarl import URL
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.media import fetcher
+from pipeline.stages.gateway.media import fetcher, lookups
 from pipeline.stages.gateway.media.fetcher import MediaFetcher
 from pipeline.stages.gateway.media.urls import is_public
 from pipeline.stages.gateway.parsing.chat.images import LinkedImage
@@ -68,10 +69,10 @@ async def site() -> AsyncIterator[Site]:
 
 
 def fetcher_of(**changes: Any) -> MediaFetcher:
-    async def lookup(host: str, port: int) -> list[tuple[int, str]]:
+    def look(host: str, port: int) -> list[tuple[int, str]]:
         return [(2, "127.0.0.1")]
 
-    given = {"lookup": lookup, "is_allowed": lambda _: True, "tls": ssl.create_default_context(cafile=CA)}
+    given = {"look": look, "is_allowed": lambda _: True, "tls": ssl.create_default_context(cafile=CA)}
     return MediaFetcher(**{**given, "max_bytes": MAX_BYTES, **changes})
 
 
@@ -119,6 +120,31 @@ async def test_addresses_that_are_not_public_are_not_connected_to(site: Site) ->
     assert "'localhost' has no public address" in error.message and not site.requests
     error = await error_of(MediaFetcher(), site.image("/a"))
     assert "'localhost' has no public address" in error.message and not site.requests
+
+
+async def test_name_servers_that_do_not_answer_keep_no_one_else_waiting(site: Site) -> None:
+    """The loop's own lookups share a few threads, and the process does not end before them."""
+    answered = threading.Event()
+
+    def look(host: str, port: int) -> list[tuple[int, str]]:
+        if host != "localhost":
+            answered.wait()
+        return [(2, "127.0.0.1")]
+
+    found = fetcher_of(look=look, timeout_s=0.05)
+    slow = [site.image("/a", f"{number}.example") for number in range(lookups.NUM_OF_SCOPE)]
+    for image in [*slow, slow[0]]:
+        error = await error_of_scope(found, image, "one")
+        assert "could not be fetched within" in error.message
+    error = await error_of_scope(found, site.image("/a", "more.example"), "one")
+    assert error.status == 503 and "name servers" in error.message
+    found._timeout_s = 5
+    assert await found.fetch([site.image("/a")], "other") == [DATA]
+    answered.set()
+    while found._lookups._tasks:
+        await asyncio.sleep(0)
+    assert await found.fetch([site.image("/a")], "one") == [DATA]
+    assert not found._lookups._num_of
 
 
 async def test_the_certificate_must_be_that_of_the_host(site: Site) -> None:

@@ -1,4 +1,5 @@
-"""What requests keep that wait until their models are loaded. A model's own limits count a request once it is open."""
+"""What requests keep that wait before they are open: until their models are loaded, or their images fetched. A model's
+own limits count a request once it is open."""
 
 import contextlib
 from collections import Counter
@@ -17,9 +18,12 @@ class WaitingRoom:
     """Has room for `gateway.max_open_sequences` requests, and `gateway.max_open_bytes` of their bodies. A key of
     several has at most seven times what it leaves free, beyond its first request."""
 
-    def __init__(self, settings: GatewaySettings, keys: Keys | None) -> None:
+    def __init__(
+        self, settings: GatewaySettings, keys: Keys | None, wait: str = "wait for models that are not loaded"
+    ) -> None:
+        """`wait`: what requests do here, in words."""
         self._max_requests, self._max_bytes = settings.max_open_sequences, settings.max_open_bytes
-        self._keys = keys
+        self._keys, self._wait = keys, wait
         self._num_requests: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
         """By the scope of the API key."""
@@ -42,16 +46,13 @@ class WaitingRoom:
         free = self._max_requests - self._num_requests.total() - 1
         free_bytes = self._max_bytes - self._num_bytes.total() - num_bytes
         if free < 0 or free_bytes < 0:
-            raise overloaded(
-                f"{self._num_requests.total()} requests with {self._num_bytes.total()} bytes wait for models that are "
-                "not loaded"
-            )
+            raise overloaded(f"{self._num_requests.total()} requests with {self._num_bytes.total()} bytes {self._wait}")
         if self._keys is None or scope == NO_SCOPE or len(self._keys.all) < 2 or scope not in self._num_requests:
             return
         own, own_bytes = self._num_requests[scope] + 1, self._num_bytes[scope] + num_bytes
         if own > FREE_PARTS * free or own_bytes > FREE_PARTS * free_bytes:
             raise overloaded(
-                f"{own} requests of this API key would wait for models that are not loaded, and what is left of "
-                "gateway.max_open_sequences and gateway.max_open_bytes is for other keys",
+                f"{own} requests of this API key would {self._wait}, and what is left of gateway.max_open_sequences "
+                "and gateway.max_open_bytes is for other keys",
                 by_size=True,
             )
