@@ -19,6 +19,7 @@ from pipeline.media import decoder, images
 from pipeline.media.decoder import MediaDecoder
 from pipeline.media.jobs import Decoded, DecodeJob, key_of
 from pipeline.media.limits import LIMITS, ImageLimits
+from pipeline.runtime.workers import forked_jobs
 from pipeline.runtime.workers.worker import LENGTH, WorkerLostError, receive
 from tests.media.model_files import LLAVA
 
@@ -86,7 +87,23 @@ def test_the_pixels_are_in_the_memfd_in_place_of_the_bytes(tmp_path: Path):
     assert np.array_equal(pixels[0, :, 0, 0], [255, 0, 0])
 
 
+def test_children_have_the_lowest_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Streams need the cores more. Later, none gets a higher one (`forked_jobs.LOW_PRIORITY`)."""
+    found = tmp_path / "priority"
+
+    def look() -> None:
+        time.sleep(2 * forked_jobs.SHORT_S)  # the process lowers that of slow jobs
+        found.write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+
+    instead(monkeypatch, look)
+    monkeypatch.setattr(forked_jobs, "SHORT_S", 0.05)
+    answers(tmp_path, b"look")
+    assert found.read_text() == "19"
+
+
 def test_an_image_that_takes_too_long_is_ended_and_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forked_jobs, "MIN_CPU_S", 0.01)  # also on a busy machine
+    monkeypatch.setattr(forked_jobs, "MIN_CPU_SHARE", 0.0)
     instead(monkeypatch, burn)
     found = {answer.number: answer for answer, _ in answers(tmp_path, b"slow", png(), png(), timeout_s=0.4)}
     assert found[0].error == "takes longer than 0.4 s to decode"

@@ -67,11 +67,11 @@ class _Running(Generic[J]):
     """A job and its child process. The deadline is `limit_s` after the request. A job that had to wait gets at least
     half of that."""
 
-    def __init__(self, job: J, pid: int, pipe: int, limit_s: float) -> None:
+    def __init__(self, job: J, pid: int, pipe: int, limit_s: float, max_extended_s: float) -> None:
         self.job, self.pid, self.pipe = job, pid, pipe
         self.began_s = time.monotonic()
         self.end_s = max(job.asked_s + limit_s, self.began_s + limit_s / 2)
-        self.last_s = self.began_s + max(MAX_EXTENDED_S, limit_s)
+        self.last_s = self.began_s + max(max_extended_s, limit_s)
         self.is_slow = False
         self.parts: list[bytes] = []
 
@@ -100,11 +100,20 @@ class Ended(Generic[J]):
 class ForkedJobs(Generic[J]):
     """The main loop and its state."""
 
-    def __init__(self, owner: socket.socket, max_jobs: int, timeout_s: float, max_bytes: int) -> None:
-        """`max_bytes`: the memory of a job, in addition to that of this process."""
+    def __init__(
+        self,
+        owner: socket.socket,
+        max_jobs: int,
+        timeout_s: float,
+        max_bytes: int,
+        max_extended_s: float = MAX_EXTENDED_S,
+    ) -> None:
+        """`max_bytes`: the memory of a job, in addition to that of this process. `max_extended_s`: as
+        MAX_EXTENDED_S."""
         self._owner = owner
         self._max_jobs, self._max_bytes = max_jobs, max_bytes
         self._limit_s = (1 - MARGIN) * timeout_s
+        self._max_extended_s = max_extended_s
         self._min_cpu_s = max(MIN_CPU_S, MIN_CPU_SHARE * self._limit_s)
         self._waiting: deque[J] = deque()
         self._running: dict[int, _Running[J]] = {}
@@ -167,7 +176,7 @@ class ForkedJobs(Generic[J]):
             finally:
                 os._exit(code)
         os.close(writes)
-        self._running[reads] = _Running(job, pid, reads, self._limit_s)
+        self._running[reads] = _Running(job, pid, reads, self._limit_s, self._max_extended_s)
         self._selector.register(reads, selectors.EVENT_READ)
 
     def _read(self, run: _Running[J]) -> None:
@@ -187,7 +196,8 @@ class ForkedJobs(Generic[J]):
             elif now_s >= run.began_s + SHORT_S and not run.is_slow:
                 run.is_slow = True
                 with contextlib.suppress(ProcessLookupError):
-                    os.setpriority(os.PRIO_PROCESS, run.pid, LOW_PRIORITY)
+                    if os.getpriority(os.PRIO_PROCESS, run.pid) < LOW_PRIORITY:
+                        os.setpriority(os.PRIO_PROCESS, run.pid, LOW_PRIORITY)
 
     def _end(self, run: _Running[J], *, is_late: bool) -> None:
         """Take the answer of a job whose child has closed its pipe, or kill the child."""

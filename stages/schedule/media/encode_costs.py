@@ -17,13 +17,16 @@ class EncodeCosts:
     """Learns the seconds of a row of the encoder cache, and of a step in which rows decode.
 
     Each of these steps earns the time by which it may be longer, its allowance. A step spends one at most. An executor
-    can't stop everywhere, so it may take more than was planned; later steps then wait until that is earned, too."""
+    can't stop everywhere, so it may take more than was planned; later steps then wait until that is earned, too. What
+    steps have spent in which no op ended counts for the op that they have waited for."""
 
     def __init__(self, max_slowdown: float) -> None:
         self._max_slowdown = max_slowdown
         self._rows = self._seconds = self._decode_s = 0.0
         self._untimed_rows = 0.0
         """Rows of steps that took no time: no op ended within their parts, and a later step takes longer."""
+        self._prepaid_s = 0.0
+        """What such steps have spent."""
         self.credit_s = 0.0
         """What steps have earned and not spent; less than 0 if they have spent more."""
         self.encode_s = 0.0
@@ -75,9 +78,13 @@ class EncodeCosts:
             self._rows = self._rows * KEPT + self._untimed_rows
             self._seconds, self._untimed_rows = self._seconds * KEPT + encode_s, 0.0
         if planned_s is None or not decodes or self._max_slowdown == UNLIMITED:
-            self.credit_s = 0.0
+            self.credit_s = self._prepaid_s = 0.0
             return
         if decodes_only:
             step_s = compute_s - encode_s
             self._decode_s = self._decode_s * KEPT + step_s * (1 - KEPT) if self._decode_s else step_s
-        self.credit_s = min(self.credit_s + planned_s - encode_s + self._allowance_s, MAX_CREDIT * self._allowance_s)
+        self._prepaid_s += planned_s
+        if encode_s:
+            self.credit_s += self._prepaid_s - encode_s
+            self._prepaid_s = 0.0
+        self.credit_s = min(self.credit_s + self._allowance_s, MAX_CREDIT * self._allowance_s)

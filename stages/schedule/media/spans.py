@@ -8,9 +8,11 @@ one that computes the last. Only a step that computes such a position encodes, s
                see each other, one step computes all of them that are left
     advance    encode what is not in the cache, hold it, and name the slots that the step's positions read
 
-Beside rows that decode, steps may encode an item in parts. Its room is held from the first part on, by no row. There is
-one such item at most; others wait until it is encoded, or its row is left. What was encoded for a sequence that is
-preempted stays until another item begins: by then, a sequence that goes before it needs one.
+Beside rows that decode, a short text before an item that is not encoded waits with it: items that arrive faster than
+they are encoded must not slow down each step by their texts. Steps may then encode an item in parts. Its room is held
+from the first part on, by no row. There is one such item at most; others wait until it is encoded, or its row is left.
+What was encoded for a sequence that is preempted stays until another item begins: by then, a sequence that goes before
+it needs one.
 """
 
 from typing import Any, NamedTuple
@@ -28,6 +30,10 @@ from pipeline.stages.schedule.request import NO_ROW, Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+
+SHORT_TEXT = 64
+"""Beside rows that decode, fewer positions than these wait for the item behind them. More are computed, so that less is
+left when the item is encoded."""
 
 
 class _Begun(NamedTuple):
@@ -117,7 +123,11 @@ class MediaSpans:
         need = min(need, self._max_chunk)
         for index in media.between(start, start + need):
             if not self._may_read(row, media, index):
-                return max(0, media.firsts[index] - start)
+                before = max(0, media.firsts[index] - start)
+                if self._decodes and 0 < before < SHORT_TEXT:
+                    self._has_delayed = True
+                    return 0
+                return before
         return uncut(need, self.runs_of(row, start, need))
 
     # ---------------------------------------------------------------------------------- runs that are not cut

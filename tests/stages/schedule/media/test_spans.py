@@ -11,6 +11,7 @@ from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.model.kv_groups import KVGroup
+from pipeline.stages.schedule.media.spans import SHORT_TEXT
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config, media_item
@@ -214,6 +215,21 @@ def test_images_slow_down_streams_by_the_limit(limit: float) -> None:
         bench.answer()
         num_steps += 1
     assert num_steps == pytest.approx(0.04 / (0.002 * (limit - 1)), rel=0.1)
+
+
+@pytest.mark.parametrize(("text", "waits"), [(SHORT_TEXT - 1, True), (SHORT_TEXT, False)])
+def test_a_short_text_before_an_image_waits_with_it_beside_streams(text: int, waits: bool) -> None:
+    bench = bench_with_stream(prefix_caching=False)
+    for name in "abc":
+        admit(bench, name, max_tokens=1, text=text)
+    lengths: list[int] = []
+    while not num_encoded(bench).get("a"):
+        bench.fill()
+        lengths.append(bench.scheduler.rows.num_computed_tokens[bench.scheduler.rows.order[1:]].max(initial=0))
+        bench.answer()
+        bench.report()
+    assert len(lengths) > 20 and (max(lengths[:-2]) == 0) == waits
+    finish(bench)
 
 
 def begin(bench: Bench, name: str = "a", **others: Any) -> int:
