@@ -30,7 +30,14 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, VISION, notes_of
 from pipeline.runtime.model.pooler import HEAD_FILE
 from pipeline.runtime.model.rope import LongRope
-from pipeline.runtime.model.weight_headers import header_of, save_states, states_of
+from pipeline.runtime.model.weight_headers import (
+    FileState,
+    has_states,
+    header_of,
+    load_states,
+    save_states,
+    states_of,
+)
 from pipeline.stages.prepare import adapters
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
@@ -125,7 +132,11 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
     cache = Cache.of(settings)
     template = given_template.read(settings)
     folder = _prepared(settings, cache, progress)
-    return folder if template is None else given_template.apply(template, folder, settings, cache, progress)
+    if template is None:
+        return folder
+    copy = given_template.apply(template, folder, settings, cache, progress)
+    _add_states(copy, lambda: load_states(folder))
+    return copy
 
 
 def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
@@ -281,11 +292,28 @@ def _converted_folder(
             save_states(states, folder)
         add_reply_ends(folder, settings.supervisor.start_timeout_s)
 
-    identity = identity or f"{path}|{folder_module.state(path)}"
+    state = folder_module.state(path) if is_local else ""
+    identity = identity or f"{path}|{state}"
     if packages := foreign.installed():
         identity += f"|{packages}"
     key = _key(name, f"{identity}|{quantization}" + (f"|{settings.hf_overrides}" if settings.hf_overrides else ""))
-    return cache.ensure(key, origin or str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
+    folder = cache.ensure(key, origin or str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
+
+    def states() -> dict[str, FileState]:
+        found = states_of(weight_files(path))
+        return found if folder_module.state(path) == state else {}
+
+    if is_local:
+        _add_states(folder, states)
+    return folder
+
+
+def _add_states(folder: Path, states: Callable[[], dict[str, FileState]]) -> None:
+    """Add what the weight files were to a folder that was prepared before such folders had that."""
+    if not has_states(folder):
+        with contextlib.suppress(ModelError, OSError):  # a cache that may only be read stays as it is
+            if found := states():
+                save_states(found, folder)
 
 
 def _key(name: str, identity: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.own_files import OpenFolder
 from pipeline.runtime.files.regular_files import open_regular, read_regular
 from pipeline.runtime.model.in_place import is_index, load
 from pipeline.runtime.model.model_folder import format_key
@@ -107,14 +108,24 @@ def states_of(paths: Iterable[Path]) -> dict[str, FileState]:
 
 def save_states(states: dict[str, FileState], folder: Path) -> None:
     """Write into a prepared folder what the weight files of its source were: the executor reads these in place, and if
-    another file had their name when it is started again, streams would go on with other weights. Raises OSError."""
-    (folder / WEIGHT_STATES).write_bytes(msgspec.json.encode(states))
+    another file had their name when it is started again, streams would go on with other weights. Others that read the
+    folder see all of it or nothing. Raises OSError."""
+    with OpenFolder(folder) as opened:  # another user of the cache may put a link in its place
+        partial = opened.path / f"{WEIGHT_STATES}.{os.getpid()}.partial"
+        partial.unlink(missing_ok=True)  # of a process that has died
+        with partial.open("xb") as file:
+            file.write(msgspec.json.encode(states))
+        partial.replace(opened.path / WEIGHT_STATES)
+
+
+def has_states(folder: Path) -> bool:
+    """Whether a prepared folder says what its weight files were."""
+    return (folder / WEIGHT_STATES).is_file()
 
 
 def load_states(folder: Path) -> dict[str, FileState]:
     """Those of a prepared folder; empty for one whose files are identified otherwise. Raises OSError and
     msgspec.DecodeError."""
-    path = folder / WEIGHT_STATES
-    if not path.is_file():
+    if not has_states(folder):
         return {}
-    return msgspec.json.decode(read_regular(path, MAX_STATES_BYTES), type=dict[str, FileState])
+    return msgspec.json.decode(read_regular(folder / WEIGHT_STATES, MAX_STATES_BYTES), type=dict[str, FileState])

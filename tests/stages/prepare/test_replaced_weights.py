@@ -5,11 +5,13 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.weight_headers import WEIGHT_STATES
 from pipeline.stages.execute.weights import Weights
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
@@ -43,6 +45,31 @@ def test_a_replaced_file_is_named_and_the_next_start_reads_it(tmp_path: Path, ho
         read(folder)
     assert prepare(settings) != folder
     assert read(prepare(settings)).files
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_folder_that_was_prepared_before_it_had_the_states_of_its_files_gets_them(
+    tmp_path: Path, has_template: bool
+) -> None:
+    source = checkpoints.save_folder(tmp_path / "model", checkpoints.tiny_llama())
+    settings = Settings(model=str(source), cache_dir=str(tmp_path / "cache"))
+    folders = [prepare(settings)]
+    if has_template:
+        template = tmp_path / "template.jinja"
+        template.write_text("{{ messages[0].content }}")
+        settings = msgspec.structs.replace(settings, chat_template=str(template))
+        folders.append(prepare(settings))
+    for folder in folders:
+        stamp = msgspec.json.decode((folder / "complete.json").read_bytes())
+        del stamp["files"][WEIGHT_STATES]
+        (folder / "complete.json").write_bytes(msgspec.json.encode(stamp))
+        (folder / WEIGHT_STATES).unlink()
+    assert prepare(settings) == folders[-1], "it is not prepared again"
+    assert sorted(path.name for path in folders[-1].iterdir() if path.name.startswith(WEIGHT_STATES)) == [WEIGHT_STATES]
+    file = source / "model.safetensors"
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    with pytest.raises(UserError, match=r"it has changed since it was prepared"):
+        read(folders[-1])
 
 
 def test_a_folder_elsewhere_has_its_own_files(tmp_path: Path) -> None:
