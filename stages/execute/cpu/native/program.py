@@ -25,6 +25,7 @@ from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.panel_file import PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.cpu.native.recurrent.delta import NativeDelta
+from pipeline.stages.execute.cpu.native.recurrent.parts import RecurrentParts
 from pipeline.stages.execute.cpu.native.recurrent.short_conv import NativeShortConv
 from pipeline.stages.execute.cpu.native.recurrent.slots import NativeSlots
 from pipeline.stages.execute.cpu.native.supported import unsupported
@@ -109,9 +110,8 @@ class NativeProgram(Program):
         if config.has_states:
             self._slots = slots = NativeSlots(memory, config, plan.kv)
             make: type[NativeDelta | NativeShortConv] = NativeDelta if config.short_conv is None else NativeShortConv
-            self._recurrent = make(
-                *(library, self._handle, memory, config, inputs, slots, norms, self._layers, gathered, share)
-            )
+            parts = library, self._handle, memory, config, inputs, slots, norms, self._layers, gathered, share
+            self._recurrent = make(RecurrentParts(*parts))
         self._touches_kv = plan.kv.touches
         self._swap = plan.swap
         """Keeps the memory alive: the library has only its address."""

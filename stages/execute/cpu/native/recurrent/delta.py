@@ -11,49 +11,28 @@ import numpy as np
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
-from pipeline.kernels.step_inputs import IntArray, StepInputs
-from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.cpu.native.layers import NativeLayers
-from pipeline.stages.execute.cpu.native.memory import NativeMemory
-from pipeline.stages.execute.cpu.native.norms import NativeNorms
-from pipeline.stages.execute.cpu.native.ranks import RankMemory
-from pipeline.stages.execute.cpu.native.recurrent.slots import NativeSlots
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.stages.execute.cpu.native.recurrent.parts import NativeRecurrent, RecurrentParts
 from pipeline.stages.execute.layers.delta import delta_shape
 from pipeline.stages.execute.program import DeltaWeights, RecurrentWeights
-from pipeline.stages.execute.ranks.share import Share, value_heads_of
+from pipeline.stages.execute.ranks.share import value_heads_of
 
 
-class NativeDelta:
-    """Records the layers of one program, and owns the memory between their ops."""
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        program: int,
-        memory: NativeMemory,
-        config: ModelConfig,
-        inputs: StepInputs,
-        slots: NativeSlots,
-        norms: NativeNorms,
-        layers: NativeLayers,
-        gathered: RankMemory,
-        share: Share,
-    ) -> None:
-        self._library, self._program, self._memory, self._slots = library, program, memory, slots
-        self._inputs, self._norms, self._layers = inputs, norms, layers
+class NativeDelta(NativeRecurrent):
+    def __init__(self, parts: RecurrentParts) -> None:
+        super().__init__(parts)
+        config, share, memory, num = parts.config, parts.share, parts.memory, parts.inputs.max_num_tokens
         assert config.delta is not None
         self._delta, self._share = config.delta, share
         self._heads = np.array(value_heads_of(config.delta, share.delta_keys), np.int32)
         """The value heads, of all heads of the model."""
         self._shape = shape = delta_shape(config, len(share.delta_keys))
-        self._num = 0
-        num = inputs.max_num_tokens
         self._in = memory.floats(num, shape.inputs)
         self._conv = memory.floats(num, shape.channels)
         self._gates = memory.floats(num, 2 * shape.value_heads)
         self._values = memory.floats(num, shape.values)
         self._width = config.delta.value_heads * config.delta.value_dim
-        self._out = gathered.rows(num, self._width)
+        self._out = parts.gathered.rows(num, self._width)
 
     def emit(self, weights: RecurrentWeights) -> None:
         """Record a layer after its norm."""

@@ -8,40 +8,21 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.kernels.step_inputs import IntArray, StepInputs
-from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.cpu.native.layers import NativeLayers
-from pipeline.stages.execute.cpu.native.memory import NativeMemory
-from pipeline.stages.execute.cpu.native.norms import NativeNorms
-from pipeline.stages.execute.cpu.native.ranks import RankMemory
-from pipeline.stages.execute.cpu.native.recurrent.slots import NativeSlots
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.stages.execute.cpu.native.recurrent.parts import NativeRecurrent, RecurrentParts
 from pipeline.stages.execute.program import RecurrentWeights, ShortConvWeights
-from pipeline.stages.execute.ranks.share import Share
 
 
-class NativeShortConv:
-    """Records the layers of one program, and owns the memory between their ops. Ranks have a part of the channels."""
+class NativeShortConv(NativeRecurrent):
+    """Ranks have a part of the channels."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        program: int,
-        memory: NativeMemory,
-        config: ModelConfig,
-        inputs: StepInputs,
-        slots: NativeSlots,
-        norms: NativeNorms,
-        layers: NativeLayers,
-        gathered: RankMemory,
-        share: Share,
-    ) -> None:
-        self._library, self._program, self._memory, self._slots = library, program, memory, slots
-        self._inputs, self._norms, self._layers = inputs, norms, layers
+    def __init__(self, parts: RecurrentParts) -> None:
+        super().__init__(parts)
+        config, share, num = parts.config, parts.share, parts.inputs.max_num_tokens
         assert config.short_conv is not None
         self._taps, self._width, self._channels = config.short_conv.taps, config.hidden_size, share.hidden
-        self._num = 0
-        self._in = memory.floats(inputs.max_num_tokens, 3 * len(share.hidden))
-        self._out = gathered.rows(inputs.max_num_tokens, config.hidden_size)
+        self._in = parts.memory.floats(num, 3 * len(share.hidden))
+        self._out = parts.gathered.rows(num, config.hidden_size)
 
     def emit(self, weights: RecurrentWeights) -> None:
         """Record a layer after its norm."""
