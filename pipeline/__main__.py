@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 try:
+    from pipeline.cli.batch import options as batch
     from pipeline.cli.commands import (
         bench,
         cache,
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     deploy.add(commands)
     chat.add(commands)
     pull.add(commands)
+    batch.add(commands)
     bench.add(commands)
     profile.add(commands)
     recording.add_record(commands)

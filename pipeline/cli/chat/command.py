@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from pipeline.cli.chat.connection import AnswerError, ChatConnection
 from pipeline.cli.chat.conversation import ChatHistory
 from pipeline.cli.chat.dialogue import FAILED, Dialogue
@@ -17,20 +15,17 @@ from pipeline.cli.chat.reader import LineReader
 from pipeline.cli.chat.screen import Screen
 from pipeline.cli.complain import complain
 from pipeline.cli.no_server import host_and_port
+from pipeline.cli.own_server import own_settings, started
 from pipeline.cli.server_choice import look
 from pipeline.client.embedded.server import EmbeddedServer
-from pipeline.client.embedded.server_log import http_address
-from pipeline.client.progress import StartStatus
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
-from pipeline.errors import StartError, UserError
+from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime.security.api_keys import SERVER_VARIABLE, keep_out_of_core_dumps, of_client
 from pipeline.supervisor.admin.admin_client import find_servers
 
 CHAT_OPTIONS = {"temperature": 0.7, "top_p": 0.95}
-LOOK_S = 0.1
-"""Interval at which the log of a starting server is read."""
 LAST_WORDS_S = 2.0
 """Longest wait for our own server to end and log the reason."""
 
@@ -51,8 +46,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 if not (args.config or args.set or getattr(args, "model", None)) and (names := find_servers()):
                     screen.remark(also_running(look(names)[0]))
                 key = secrets.token_urlsafe()  # other users of this machine may find its port
-                own = EmbeddedServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
-                url = _started(own)
+                own = EmbeddedServer(own_settings(settings), environ={SERVER_VARIABLE: key})
+                url = started(own)
                 connection = runner.run(_connect(args, url, None, key))
             screen.remark(f"{connection.model} at {url} · /help, Ctrl-D ends")
             dialogue = Dialogue(
@@ -102,22 +97,6 @@ def also_running(servers: Sequence[ServerStats]) -> str:
     addresses = [f"{one.address} (--port {host_and_port(one.address)[1]})" for one in servers if one.address]
     running = f"; running are {', '.join(addresses)}" if addresses else ""
     return f"no server at {DEFAULT_URL}{running}; starting one for this chat"
-
-
-def _own_settings(settings: Settings) -> Settings:
-    """Settings of a private server. Its log must say when it is ready."""
-    gateway = msgspec.structs.replace(settings.gateway, host="127.0.0.1", port=0, api_keys_file="")
-    return msgspec.structs.replace(settings, gateway=gateway, log_level="info")
-
-
-def _started(own: EmbeddedServer) -> str:
-    """Wait until the server is ready. Returns its address. Raises StartError."""
-    with StartStatus(progress=True) as status:
-        while (url := http_address(own.log())) is None:
-            status.say(own.last_line())
-            if own.wait(LOOK_S):  # the server has its own deadlines, and ends when one passes
-                raise StartError(f"the server can't start: {own.reason()}")
-    return url
 
 
 def _why_gone(own: EmbeddedServer | None) -> str | None:
