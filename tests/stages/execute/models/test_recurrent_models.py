@@ -157,6 +157,7 @@ def test_the_text_model_of_one_for_texts_and_images(tmp_path: Path) -> None:
     tensors["mtp.layers.0.input_layernorm.weight"] = torch.ones(8)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     text = json.loads((source / "config.json").read_text())
+    text["rope_parameters"]["mrope_section"] = [2, 1, 1]  # of images; those of real models have more dimensions
     whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
     (source / "config.json").write_text(json.dumps({**whole, "vision_config": {"depth": 1}}))
     folder = prepare(Settings(model=str(source), cache_dir=str(tmp_path / "cache")))
