@@ -1,15 +1,17 @@
-"""Write a .gguf file with random weights of the shape of Qwen3.5-0.8B, to compare speeds with llama.cpp.
+"""Write a .gguf file with random weights of the shape of Qwen3.5-0.8B or of an LFM2, to compare speeds with llama.cpp.
 
     .venv/bin/python -m tools.models.random_recurrent_gguf /tmp/qwen35.gguf
     .venv/bin/python -m tools.models.random_recurrent_gguf --layers 4 /tmp/small.gguf
+    .venv/bin/python -m tools.models.random_recurrent_gguf --shape lfm2-350m /tmp/lfm2.gguf
 
 Matrices are Q4_K, and the embedding, which is also the LM head, is Q8_0: random codes with scales that give numbers a
-standard deviation of 0.02. What the states decay by is float32, as in converted files. It takes 0.56 GB.
+standard deviation of 0.02. What the states decay by, and the taps of convolutions, are float32, as in converted files.
+Qwen3.5-0.8B takes 0.56 GB, LFM2-350M 0.23 GB, LFM2-1.2B 0.75 GB.
 """
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -28,9 +30,84 @@ SPREADS = {Kind.Q4_K: 147.0, Kind.Q8_0: 73.0}
 """Standard deviations of the products of random codes and scales."""
 
 
-def write(path: Path, num_layers: int) -> None:
-    random = np.random.Generator(np.random.SFC64(1))
+class Lfm2(NamedTuple):
+    """The sizes of an LFM2. Heads have 64 numbers, and 8 heads have keys and values."""
+
+    hidden: int
+    inner: int
+    num_heads: int
+
+
+LFM2 = {"lfm2-350m": Lfm2(1024, 4608, 16), "lfm2-1.2b": Lfm2(2048, 8192, 32)}
+LFM2_VOCABULARY, LFM2_KV_HEADS, LFM2_HEAD_DIM, LFM2_TAPS = 65_536, 8, 64, 3
+LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
+"""The layers with attention; the others have a convolution."""
+
+
+class RandomFile:
+    """A file with random tensors."""
+
+    def __init__(self, writer: gguf.GGUFWriter) -> None:
+        self.writer = writer
+        self.random = np.random.Generator(np.random.SFC64(1))
+
+    def add(self, name: str, *shape: int, kind: Kind = Kind.Q4_K) -> None:
+        self.writer.add_tensor(f"{name}.weight", _blocks(self.random, kind, *shape), raw_dtype=kind)
+
+    def add_floats(self, name: str, numbers: "np.ndarray[Any, Any]") -> None:
+        self.writer.add_tensor(name, numbers.astype(np.float32))
+
+    def close(self) -> None:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+
+
+def write_lfm2(path: Path, num_layers: int, shape: Lfm2) -> None:
+    writer = gguf.GGUFWriter(path, "lfm2")
+    made = RandomFile(writer)
+    hidden, inner, heads = shape
+    attention = [layer for layer in LFM2_ATTENTION if layer < num_layers]
+    writer.add_context_length(32_768)
+    writer.add_block_count(num_layers)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv([LFM2_KV_HEADS if layer in attention else 0 for layer in range(num_layers)])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e6)
+    writer.add_uint32("lfm2.shortconv.l_cache", LFM2_TAPS)
+    writer.add_vocab_size(LFM2_VOCABULARY)
+    checkpoints._add_vocabulary(writer, checkpoints.byte_level(), "lfm2", LFM2_VOCABULARY)
+    made.add("token_embd", LFM2_VOCABULARY, hidden, kind=Kind.Q8_0)
+    made.add_floats("token_embd_norm.weight", np.ones(hidden))
+    for layer in range(num_layers):
+        block = f"blk.{layer}"
+        for name in ("attn_norm", "ffn_norm"):
+            made.add_floats(f"{block}.{name}.weight", np.ones(hidden))
+        if layer in attention:
+            made.add(f"{block}.attn_q", heads * LFM2_HEAD_DIM, hidden)
+            made.add(f"{block}.attn_k", LFM2_KV_HEADS * LFM2_HEAD_DIM, hidden)
+            made.add(f"{block}.attn_v", LFM2_KV_HEADS * LFM2_HEAD_DIM, hidden)
+            made.add(f"{block}.attn_output", hidden, heads * LFM2_HEAD_DIM)
+            for name in ("attn_q_norm", "attn_k_norm"):
+                made.add_floats(f"{block}.{name}.weight", np.ones(LFM2_HEAD_DIM))
+        else:
+            made.add(f"{block}.shortconv.in_proj", 3 * hidden, hidden)
+            made.add(f"{block}.shortconv.out_proj", hidden, hidden)
+            taps = made.random.standard_normal((hidden, LFM2_TAPS)) / 2
+            made.add_floats(f"{block}.shortconv.conv.weight", taps)
+        made.add(f"{block}.ffn_gate", inner, hidden)
+        made.add(f"{block}.ffn_up", inner, hidden)
+        made.add(f"{block}.ffn_down", hidden, inner)
+    made.close()
+
+
+def write_qwen(path: Path, num_layers: int) -> None:
     writer = gguf.GGUFWriter(path, "qwen35")
+    made = RandomFile(writer)
+    add, add_floats, random = made.add, made.add_floats, made.random
     writer.add_context_length(32_768)
     writer.add_block_count(num_layers)
     writer.add_embedding_length(HIDDEN)
@@ -54,12 +131,6 @@ def write(path: Path, num_layers: int) -> None:
     }.items():
         writer.add_uint32(f"qwen35.{key}", value)
     checkpoints._add_vocabulary(writer, checkpoints.byte_level(), "qwen35", VOCABULARY)
-
-    def add(name: str, *shape: int, kind: Kind = Kind.Q4_K) -> None:
-        writer.add_tensor(f"{name}.weight", _blocks(random, kind, *shape), raw_dtype=kind)
-
-    def add_floats(name: str, numbers: "np.ndarray[Any, Any]") -> None:
-        writer.add_tensor(name, numbers.astype(np.float32))
 
     add("token_embd", VOCABULARY, HIDDEN, kind=Kind.Q8_0)
     add_floats("output_norm.weight", np.ones(HIDDEN))
@@ -87,10 +158,7 @@ def write(path: Path, num_layers: int) -> None:
         add(f"{block}.ffn_gate", INNER, HIDDEN)
         add(f"{block}.ffn_up", INNER, HIDDEN)
         add(f"{block}.ffn_down", HIDDEN, INNER)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    made.close()
 
 
 def _blocks(random: np.random.Generator, kind: Kind, *shape: int) -> "np.ndarray[Any, Any]":
@@ -106,9 +174,13 @@ def _blocks(random: np.random.Generator, kind: Kind, *shape: int) -> "np.ndarray
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--shape", choices=["qwen3.5-0.8b", *LFM2], default="qwen3.5-0.8b")
+    parser.add_argument("--layers", type=int, help="by default those of the model: 24, and 16 of an LFM2")
     args = parser.parse_args()
-    write(args.path, args.layers)
+    if (lfm2 := LFM2.get(args.shape)) is not None:
+        write_lfm2(args.path, args.layers or 16, lfm2)
+    else:
+        write_qwen(args.path, args.layers or 24)
 
 
 if __name__ == "__main__":
