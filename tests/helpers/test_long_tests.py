@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.long_tests import FEW, LEAST, LONG, selected
+from tests.long_tests import FEW, LEAST, LONG, ONE, selected
 
 
 def test_some_cases_of_each_test_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,11 +15,12 @@ def test_some_cases_of_each_test_are_run(monkeypatch: pytest.MonkeyPatch) -> Non
         return [Item(f"{name}[{number}]") for number in range(num)]
 
     monkeypatch.delenv("PIPELINE_ALL_CASES", raising=False)
-    for prefix, share in FEW.items():
+    for prefix in (*FEW, *ONE):
         for num in (1, LEAST, LEAST + 1, 60):
             made = items(prefix, num)
             kept, left_out = selected(made)  # type: ignore[arg-type]
-            assert len(kept) == (max(LEAST, num // share) if num > LEAST else num)
+            expected = 1 if made[0].nodeid.startswith(ONE) else min(num, max(LEAST, num // FEW[prefix]))
+            assert len(kept) == expected
             assert {id(one) for one in (*kept, *left_out)} == {id(one) for one in made}
             again, _ = selected(reversed(made))  # type: ignore[arg-type]
             assert {id(one) for one in again} == {id(one) for one in kept}, "in any order"
