@@ -343,7 +343,7 @@ class IngestStage:
         cost = MIN_BYTES + cost_bytes(submit) + (0 if ids is None else len(ids) * ID_BYTES)
         threads = self._very_long if cost >= VERY_LONG_BYTES else self._long
         try:
-            placed = self._images.in_prompt(images) if images else None
+            placed = self._images.in_prompt(submit.prompt, images) if images else None
             work = functools.partial(self._preparer.prepare_in_thread, submit, ids, placed, cost)
             if self._waiting.is_suspect(submit):
                 outcome = await threads.run_alone(work)

@@ -1,6 +1,7 @@
 """Images in the messages of Python callers become data: URLs."""
 
 import base64
+import os
 from io import BytesIO
 from typing import Any
 
@@ -69,6 +70,38 @@ def test_a_part_that_is_no_image_is_named(part: Any, words: str) -> None:
     assert str(error.value).startswith("messages[0]['content'][1]") and words in str(error.value)
 
 
-def test_images_of_prompts_are_refused_by_name() -> None:
-    with pytest.raises(PromptError, match="'multi_modal_data'\\] is not supported: give images to chat"):
-        prompt_of({"prompt": "a", "multi_modal_data": {"image": object()}}, "prompt", INFO)
+def test_images_of_a_text_prompt_are_those_of_vllm_s_multi_modal_data() -> None:
+    images = [Image.new("RGB", (3, 2), color) for color in ("red", "blue")]
+    for given, num in ((images[0], 1), (images, 2), ([], 0)):
+        found = prompt_of({"prompt": "a", "multi_modal_data": {"image": given}}, "prompt", INFO)
+        urls = [sent({"type": "image_pil", "image_pil": image}).image_url for image in images[:num]]
+        assert found.text == "a" and found.prompt == {"prompt": "a", **({"images": urls} if num else {})}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"multi_modal_data": {"image": b"abc"}}, "['image'] must be an image of Pillow, or a list of them: number 0"),
+        (
+            {"multi_modal_data": {"audio": b"abc"}},
+            ' must be a dict such as {"image": …}: a model takes texts and images',
+        ),
+        ({"multi_modal_data": [b"abc"]}, ' must be a dict such as {"image": …}: a model takes texts and images'),
+        (
+            {"prompt_token_ids": [1], "multi_modal_data": {}},
+            " needs a text as prompt, with a placeholder for each image",
+        ),
+    ],
+)
+def test_data_of_a_prompt_that_is_no_image_is_named(prompt: dict[str, Any], words: str) -> None:
+    with pytest.raises(PromptError) as error:
+        prompt_of({"prompt": "a"} | prompt, "prompts[3]", INFO)
+    assert str(error.value).startswith(f"prompts[3]['multi_modal_data']{words}")
+
+
+def test_images_of_a_prompt_that_are_too_large_are_named() -> None:
+    noise = Image.frombytes("L", (40, 40), os.urandom(1600))
+    with pytest.raises(
+        PromptError, match=r"prompt\['multi_modal_data'\] has \d+ bytes as a data: URL; this server accepts"
+    ):
+        prompt_of({"prompt": "a", "multi_modal_data": {"image": noise}}, "prompt", INFO)

@@ -27,11 +27,29 @@ def image_part(part: Mapping[str, Any], where: str) -> p.ContentPart:
             if detail is not None and not isinstance(detail, str):
                 raise TypeError(f"{where}['image_url']['detail'] must be a text, not {type(detail).__name__}")
             return p.ContentPart("image_url", image_url=p.ImageUrl(url, detail))
-        case {"type": "image_pil", "image_pil": image} if hasattr(image, "save") and hasattr(image, "mode"):
+        case {"type": "image_pil", "image_pil": image} if _is_pillow(image):
             return p.ContentPart("image_url", image_url=p.ImageUrl(_png_url(image)))
         case {"type": "image_pil"}:
             raise TypeError(f"{where}['image_pil'] must be an image of Pillow")
     raise TypeError(f'{where} must be a dict such as {{"type": "image_url", "image_url": {{"url": "data:…"}}}}')
+
+
+def prompt_images(data: Any, where: str) -> list[p.ImageUrl]:
+    """Those of a text prompt, of its `multi_modal_data` in vLLM's format: {"image": an image of Pillow, or a list of
+    them}. Raises TypeError that names `where`."""
+    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        raise TypeError(f'{where} must be a dict such as {{"image": …}}: a model takes texts and images')
+    images = data.get("image", [])
+    found = []
+    for index, image in enumerate(images if isinstance(images, (list, tuple)) else [images]):
+        if not _is_pillow(image):
+            raise TypeError(f"{where}['image'] must be an image of Pillow, or a list of them: number {index} is none")
+        found.append(p.ImageUrl(_png_url(image)))
+    return found
+
+
+def _is_pillow(image: Any) -> bool:
+    return hasattr(image, "save") and hasattr(image, "mode")
 
 
 def num_bytes(part: p.ContentPart) -> int:

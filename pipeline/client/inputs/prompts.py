@@ -31,7 +31,17 @@ class _Salted(TypedDict, total=False):
     """Only prompts with the same salt share cached prefixes."""
 
 
-class TextPrompt(_Salted):
+class MultiModalData(TypedDict, total=False):
+    image: Any
+    """An image of Pillow, or a list of them."""
+
+
+class _WithData(_Salted, total=False):
+    multi_modal_data: MultiModalData
+    """One image for each placeholder of the model in the text, such as <image>."""
+
+
+class TextPrompt(_WithData):
     """A text prompt in vLLM's format."""
 
     prompt: str
@@ -79,9 +89,7 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
     """Check one prompt. Raises PromptError that names `where`."""
     if isinstance(prompt, Mapping):
         key = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
-        if "multi_modal_data" in prompt:
-            raise PromptError(f"{where}['multi_modal_data'] is not supported: give images to chat(), in its messages")
-        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
+        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"})):
             raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
         if key not in prompt:
             raise PromptError(f'{where} is a dict without the key "prompt" or "prompt_token_ids"')
@@ -89,7 +97,10 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
             salt = request_options.checked(cache_salt=prompt.get("cache_salt")).cache_salt
         except (TypeError, ValueError) as error:
             raise PromptError(f"{where}: {error}") from error
-        return prompt_of(prompt[key], f"{where}[{key!r}]", info)._replace(cache_salt=salt)
+        checked = prompt_of(prompt[key], f"{where}[{key!r}]", info)._replace(cache_salt=salt)
+        if (data := prompt.get("multi_modal_data")) is None:
+            return checked
+        return _with_images(checked, data, f"{where}['multi_modal_data']", info)
     if isinstance(prompt, str):
         _check_text(prompt, where, info)
         return CheckedPrompt({"prompt": prompt}, prompt)
@@ -111,6 +122,26 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
             known = f"0..{info.vocab_size - 1}"
             raise PromptError(f"{where}[{index}]: token id {one} is out of vocabulary, the model's ids are {known}")
     return CheckedPrompt({"prompt_token_ids": packed(prompt)}, None)
+
+
+def _with_images(checked: CheckedPrompt, data: Any, where: str, info: ServerInfo) -> CheckedPrompt:
+    if checked.text is None:
+        raise PromptError(f"{where} needs a text as prompt, with a placeholder for each image, not token ids")
+    try:
+        found = images.prompt_images(data, where)
+    except TypeError as error:
+        raise PromptError(str(error)) from error
+    _check_num_bytes(sum(len(image.url) for image in found), where, info)
+    return checked._replace(prompt={**checked.prompt, "images": found}) if found else checked
+
+
+def _check_num_bytes(num_bytes: int, where: str, info: ServerInfo) -> None:
+    """Of images."""
+    if num_bytes > info.max_message_bytes:
+        raise PromptError(
+            f"{where} has {num_bytes} bytes as a data: URL; this server accepts at most "
+            f"{info.max_message_bytes} (gateway.max_body_bytes)"
+        )
 
 
 def info_for(params: SamplingParams | PoolingParams, info: ServerInfo) -> ServerInfo:
@@ -179,11 +210,7 @@ def _part(part: Any, where: str, info: ServerInfo) -> p.ContentPart:
                 found = images.image_part(part, where)
             except TypeError as error:
                 raise PromptError(str(error)) from error
-            if (num_bytes := images.num_bytes(found)) > info.max_message_bytes:
-                raise PromptError(
-                    f"{where} has {num_bytes} bytes as a data: URL; this server accepts at most "
-                    f"{info.max_message_bytes} (gateway.max_body_bytes)"
-                )
+            _check_num_bytes(images.num_bytes(found), where, info)
             return found
         case {"type": str(kind)} if kind != "text":
             raise PromptError(f"{where}: content of type {kind!r} is not supported, only text and images")

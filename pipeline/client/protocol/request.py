@@ -11,7 +11,15 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.client.protocol.conversation import Documents, Kwargs, Messages, ReasoningEffort, ToolChoice, Tools
+from pipeline.client.protocol.conversation import (
+    Documents,
+    ImageUrl,
+    Kwargs,
+    Messages,
+    ReasoningEffort,
+    ToolChoice,
+    Tools,
+)
 from pipeline.client.protocol.generation import GenerationFields
 from pipeline.client.protocol.parts import PackedIds
 
@@ -119,6 +127,13 @@ class Request(RequestFields, kw_only=True, omit_defaults=True):
     prompt: Annotated[str, Meta(description="A text. The tokenizer adds its special tokens.")] | None = None
     prompt_token_ids: PackedIds | None = None
     """Nothing is added to them."""
+    images: (
+        Annotated[
+            list[ImageUrl],
+            Meta(description="Of the text prompt: one for each placeholder of an image in it, in order."),
+        ]
+        | None
+    ) = None
     messages: Annotated[Messages, Meta(description="A chat, to which the model's chat template is applied.")] | None = (
         None
     )

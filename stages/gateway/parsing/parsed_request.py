@@ -56,8 +56,10 @@ class RequestLimits(msgspec.Struct):
         return not self.allowed or name in self.allowed or (name in self.aliases and self.model in self.allowed)
 
     def images(self, *, fetches: bool = True) -> ChatImages:
-        """Takes the images of one chat. `fetches`: what has the request fetches those of URLs."""
-        return ChatImages(self.why_no_images, self.caps.max_images, self.allowed_media_domains if fetches else ())
+        """Takes the images of one prompt. `fetches`: what has the request fetches those of URLs."""
+        if not fetches:
+            return ChatImages(self.why_no_images, self.caps.max_images, why_no_urls="none are fetched over ZeroMQ")
+        return ChatImages(self.why_no_images, self.caps.max_images, self.allowed_media_domains)
 
     def for_key(self, allowed: tuple[str, ...]) -> "RequestLimits":
         """The limits of a client whose API key may use these names."""

@@ -99,6 +99,8 @@ def _pooled(
         raise invalid("prompt", "'task' and 'pooling' need a text or token ids as prompt, not a chat")
     if received:
         raise invalid("received", "'received' is not allowed with 'task' or 'pooling'", "invalid_value")
+    if request.images:
+        raise invalid("images", "'images' is not allowed with 'task' or 'pooling'", "invalid_value")
     if request.pooling is not None and request.task not in (None, "embed"):
         raise invalid("pooling", f"'pooling' is not allowed with task = {request.task}", "invalid_value")
 
@@ -136,6 +138,8 @@ def _pooled(
 
 def _prompt_of(request: p.Request, limits: RequestLimits, images: ChatImages) -> m.Prompt:
     """The prompt. Raises ApiError."""
+    if request.images and request.prompt is None:
+        raise invalid("images", "'images' needs 'prompt', a text with a placeholder for each of them", "invalid_value")
     if request.messages is not None:
         if request.prompt is not None or request.prompt_token_ids is not None:
             raise invalid("messages", "'messages' is not allowed together with another prompt", "invalid_value")
@@ -145,6 +149,9 @@ def _prompt_of(request: p.Request, limits: RequestLimits, images: ChatImages) ->
         raise invalid(name, f"'{name}' is only allowed together with 'messages'")
     match request.prompt, request.prompt_token_ids:
         case str(text), None:
+            for index, image in enumerate(request.images or ()):
+                images.check(at := f"images[{index}]", "user", "a text without images")
+                images.add_url(f"{at}.url", image.url, image.detail, f"{at}.detail")
             return m.TextPrompt(text)
         case None, bytes(ids):
             check_num_ids(len(ids) // 4, "prompt", limits.max_prompt_tokens)

@@ -1,4 +1,5 @@
-"""The images of one chat: they replace the placeholders of the rendered template, and then its row tokens."""
+"""The images of one prompt: they replace the placeholders of its text, or of the rendered template, and then its row
+tokens."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,33 +26,45 @@ class ImageText(Protocol):
 
 
 class PromptImages:
-    """`images` are in the order of the chat."""
+    """`images` are in the order of the prompt."""
 
-    def __init__(self, config: MediaConfig, images: Sequence[ImageText]) -> None:
+    def __init__(self, config: MediaConfig, images: Sequence[ImageText], *, is_chat: bool = True) -> None:
+        self._is_chat = is_chat
         self._config = config
         self._images = images
         self._run_lengths = [length for image in images for length in image.run_lengths]
         self.num_further = sum(self._run_lengths) - len(self._run_lengths)
         """Ids that `expand` adds."""
 
+    @property
+    def _param(self) -> str:
+        return "messages" if self._is_chat else "prompt"
+
     def put_into(self, text: str, masked: str | None) -> tuple[str, str | None]:
-        """Replace the placeholders of a rendered chat; see `placeholders.replace`. Raises RequestRejected."""
+        """Replace the placeholders of a text or a rendered chat; see `placeholders.replace`. Raises RequestRejected."""
         try:
             return placeholders.replace(text, masked, self._config.placeholder, [image.text for image in self._images])
         except WrongCount as error:
-            message = (
-                f"the chat template writes {error.num_found} placeholders for {error.num_images} images: images must "
-                "be in messages whose images it shows"
-            )
-            raise RequestRejected(Failure(400, message, "messages")) from error
+            if self._is_chat:
+                message = (
+                    f"the chat template writes {error.num_found} placeholders for {error.num_images} images: images "
+                    "must be in messages whose images it shows"
+                )
+            else:
+                message = (
+                    f"the prompt has {error.num_found} times {self._config.placeholder}, which stands for an image; "
+                    f"the number of images is {error.num_images}"
+                )
+            raise RequestRejected(Failure(400, message, self._param)) from error
 
     def expand(self, ids: Ids) -> tuple[Ids, list[list[Run]]]:
         """The ids with one for each row of embeddings, and the runs of each image. Raises RequestRejected."""
         try:
             expanded, runs = placeholders.expand(ids, self._config.row_id, self._run_lengths)
         except WrongCount as error:
-            message = f"the chat has {self._config.row_token} as text, which stands for images"
-            raise RequestRejected(Failure(400, message, "messages")) from error
+            kind = "chat" if self._is_chat else "prompt"
+            message = f"the {kind} has {self._config.row_token} as text, which stands for images"
+            raise RequestRejected(Failure(400, message, self._param)) from error
         remaining = iter(runs)
         return expanded, [[next(remaining) for _ in image.run_lengths] for image in self._images]
 

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.media import config as media
 from pipeline.media.placeholders import Run
 from pipeline.metrics.media_stats import ImageCounts
-from pipeline.runtime.messages import Failure, MediaItem, Submit
+from pipeline.runtime.messages import ChatPrompt, Failure, MediaItem, Prompt, Submit
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.shm.arrays import Array
 from pipeline.stages.ingest.media.image_cache import DecodedImage
@@ -78,9 +78,10 @@ class RequestImages:
         """None if the server takes no images."""
         return self._decoder.counts() if self._decoder is not None and self.max_rows else None
 
-    def in_prompt(self, images: Sequence[DecodedImage]) -> PromptImages:
+    def in_prompt(self, prompt: Prompt, images: Sequence[DecodedImage]) -> PromptImages:
+        """Puts the images into this prompt."""
         assert self._config is not None, "images were decoded for a model that reads none"
-        return PromptImages(self._config, images)
+        return PromptImages(self._config, images, is_chat=isinstance(prompt, ChatPrompt))
 
     def close(self) -> None:
         if self._decoder is not None:

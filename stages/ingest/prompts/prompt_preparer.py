@@ -81,7 +81,7 @@ class PromptPreparer:
             )
             ids = self.processor.cut(whole, submit)
             if images is not None and len(ids) != len(whole):
-                message = "'truncate_prompt_tokens' can't cut a chat with images"
+                message = "'truncate_prompt_tokens' can't cut a prompt with images"
                 raise RequestRejected(m.Failure(400, message, "truncate_prompt_tokens"))
             if reasoning is not None and stage is not None:
                 is_whole = not prompt_options.truncates_right or len(ids) == len(whole)

@@ -124,7 +124,7 @@ class PromptProcessor:
         images: PromptImages | None = None,
     ) -> EncodedPrompt:
         """The ids of a chat or a text, and how the reply to a chat begins in this format of `reasoning`. `images` are
-        those of a chat. Chat templates write special tokens themselves; `now_s` is the time for templates that write
+        its own. Chat templates write special tokens themselves; `now_s` is the time for templates that write
         it, Unix seconds. Raises RequestRejected, or NeedsTime if it `is_short` but the chat's template takes long."""
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
@@ -133,6 +133,8 @@ class PromptProcessor:
                 text, masked = images.put_into(text, masked)
         else:
             text, masked, stage = prompt.text, None, None
+            if images is not None:
+                text, _ = images.put_into(text, None)
         self._checks.check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import LLM, AsyncLLM, SamplingParams
 from pipeline.cli.replay.replaying import replay
 from pipeline.media import config as media
 from pipeline.media import images, processors
@@ -344,23 +343,6 @@ def test_lists_of_models_say_that_it_takes_images(server: Server) -> None:
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
         assert json.load(response)["data"][0]["input_modalities"] == ["text", "image"]
     assert "vision" in post(server, "/api/show", model="source")["capabilities"]
-
-
-async def test_python_callers_get_the_same(server: Server) -> None:
-    data = png(30)
-    expected = choices(server, chat("Which?", data, add_generation_prompt=True))
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    for part in (
-        {"type": "image_url", "image_url": {"url": url(data)}},
-        {"type": "image_pil", "image_pil": Image.open(BytesIO(data))},
-    ):
-        messages = [{"role": "user", "content": [{"type": "text", "text": "Which?"}, part]}]
-        async with AsyncLLM.attach(server.zmq) as llm:
-            outputs = [one async for one in llm.chat(messages, params)]
-        assert [one.token_ids for one in outputs[-1].outputs] == expected
-    with LLM.attach(server.zmq) as blocking:
-        (found,) = blocking.chat(messages, params)
-    assert [one.token_ids for one in found.outputs] == expected
 
 
 def test_tokenize_counts_the_rows_of_images(server: Server) -> None:

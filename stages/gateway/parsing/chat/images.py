@@ -36,8 +36,11 @@ class ChatImages:
         why_none: str = TEXT_ONLY,
         max_images: int = LimitSettings().max_images,
         allowed_domains: Collection[str] = (),
+        why_no_urls: str = "this server fetches none",
     ) -> None:
-        """`why_none`: as in `RequestLimits.why_no_images`. `allowed_domains`: those of URLs that are fetched."""
+        """`why_none`: as in `RequestLimits.why_no_images`. `allowed_domains`: those of URLs that are fetched;
+        `why_no_urls` says it if there are none."""
+        self._why_no_urls = why_no_urls
         self._why_none = why_none
         self._max_images = max_images
         self._allowed_domains = allowed_domains
@@ -70,7 +73,7 @@ class ChatImages:
             self.found.append(LinkedImage(data=b"", param=at, detail=_detail(detail), url=checked))
             return
         if scheme in ("http", "https"):
-            message = f"'{at}' is an {scheme}: URL, and this server fetches none: send a data: URL, {_EXAMPLE}"
+            message = f"'{at}' is an {scheme}: URL, and {self._why_no_urls}: send a data: URL, {_EXAMPLE}"
             raise invalid(at, message, "unsupported")
         comma = head.find(",")
         if scheme != "data" or comma < 0 or not head[:comma].lower().endswith(";base64"):

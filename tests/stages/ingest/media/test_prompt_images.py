@@ -156,6 +156,25 @@ def test_gemma_s_placeholder_is_not_its_row_token(tmp_path: Path):
     assert runs == [[Run(1, 3)]]
 
 
+def test_a_text_prompt_has_the_placeholders_itself(tmp_path: Path):
+    processor = load(tmp_path)
+    found = images(processor, tmp_path, ONE, TILES)
+    config, row_id = found._config, found._config.row_id
+    placed = PromptImages(config, [ONE, TILES], is_chat=False)
+    encoded = processor.encode(m.TextPrompt("a<image>b<image>c"), images=placed)
+    assert np.count_nonzero(encoded.ids == row_id) == 9
+    assert [[run.length for run in runs] for runs in encoded.image_runs] == [[4], [3, 2]]
+    for text, num in (("none", 0), ("<image>" * 3, 3)):
+        with pytest.raises(RequestRejected) as rejected:
+            processor.encode(m.TextPrompt(text), images=placed)
+        failure = rejected.value.failure
+        assert (failure.status, failure.param) == (400, "prompt")
+        assert (
+            failure.message
+            == f"the prompt has {num} times <image>, which stands for an image; the number of images is 2"
+        )
+
+
 def test_a_row_token_in_the_text_is_no_image(tmp_path: Path):
     config = LLAVA.read(tmp_path)
     with pytest.raises(RequestRejected, match="the chat has <image> as text"):
