@@ -29,7 +29,8 @@ from pipeline.stages.ingest.prompts.rejection import RequestRejected
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NUM_WORKERS = 2
+NUM_WORKERS = 3
+"""Images that are decoded at a time; those of one API key take all but one, because each may take TIMEOUT_S."""
 TIMEOUT_S = 10.0
 CACHE_BYTES = 256 * 1024**2
 LARGE_BYTES = 64 * 1024
@@ -69,7 +70,7 @@ class ImageDecoder:
             title,
             [str(model_dir), str(num_workers), str(timeout_s)],
             Decoded,
-            FairGate(num_workers, num_workers),
+            FairGate(num_workers, max(1, num_workers - 1)),
             WAIT_S,
         )
 

@@ -123,6 +123,17 @@ async def test_a_cancelled_copy_closes_its_file(decoder: ImageDecoder, monkeypat
     await decoder.decode(png(20, 20) + bytes(LARGE), PARAM)
 
 
+async def test_slow_images_of_one_key_leave_a_place_to_others(decoder: ImageDecoder):
+    gate = decoder._dispatcher._gate
+    slow = [asyncio.create_task(gate.enter("one", 1)) for _ in range(2 * image_decoder.NUM_WORKERS)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S / 4):
+        assert len((await decoder.decode(png(40, 40), PARAM, scope="other")).pixels)
+    for task in slow:
+        task.cancel()
+    assert gate.num_inside == image_decoder.NUM_WORKERS - 1
+
+
 async def test_an_image_is_decoded_once_for_a_scope(decoder: ImageDecoder):
     data = png(20, 20)
     first, second = await asyncio.gather(decoder.decode(data, PARAM), decoder.decode(data, PARAM))
