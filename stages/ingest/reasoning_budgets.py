@@ -45,8 +45,7 @@ class ReasoningBudgets:
         return msgspec.structs.replace(options, reasoning_budget=budget)
 
     def _encode(self, text: str) -> list[int]:
-        anchor, whole = (self._tokenizer.encode(one, add_special_tokens=False).ids for one in (ANCHOR, ANCHOR + text))
-        if whole[: len(anchor)] == anchor:
-            return whole[len(anchor) :]
-        alone: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return alone
+        texts = [ANCHOR, ANCHOR + text, text]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        anchor, whole, alone = (list(each.ids) for each in encodings)
+        return whole[len(anchor) :] if whole[: len(anchor)] == anchor else alone
