@@ -275,7 +275,7 @@ class _Tensors:
 
     def __init__(self, path: Path, parts: Sequence[Path], ours: ModelConfig) -> None:
         readers = [gguf.GGUFReader(part) for part in parts]
-        self._path, self._ours = path, ours
+        self._path, self._ours, self._fields = path, ours, readers[0].fields
         self._architecture: str = readers[0].fields["general.architecture"].contents()
         number = next(i for i, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._names = gguf.get_tensor_name_map(number, ours.num_layers)
@@ -297,12 +297,19 @@ class _Tensors:
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
         """A tensor by its name in transformers. Raises ModelError if it is missing, or has another shape."""
         stem, _, last = name.rpartition(".")
+        if stem.endswith("mlp.act_fn"):
+            return self._of_activation(int(name.split(".")[2]), last, shape)
         data = self._experts(stem, last) if stem.endswith("mlp.experts") else self._plain(name)
         if (self._architecture == "qwen2moe" and name.endswith("shared_expert_gate.weight")) or "token_type" in name:
             data = data.reshape(shape)
         if data.shape != shape:
             raise ModelError(f"{self._path}: {shown(name)} has the shape {data.shape}; transformers has {shape}")
         return data
+
+    def _of_activation(self, layer: int, part: str, shape: tuple[int, ...]) -> Array:
+        """A parameter of xIELU, which is a key of the file: once, or for each layer."""
+        values = np.atleast_1d(np.array(self._fields[f"xielu.{part}"].contents(), np.float32))
+        return np.full(shape, values[min(layer, len(values) - 1)], np.float32)
 
     def _plain(self, name: str) -> Array:
         for found in self._candidates(name):

@@ -231,6 +231,7 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         reads_windows=True,
     ),
     "ernie4_5": GgufArchitecture(models="ERNIE 4.5", always={"interleaved_rope": True}),
+    "apertus": GgufArchitecture(models="Apertus", always={"activation": "xielu", "gated": False, "qk_norm": True}),
     "arcee": GgufArchitecture(
         models="AFM (Arcee)", interleaved_rope=True, always={"gated": False, "activation": "relu2"}
     ),

@@ -87,6 +87,13 @@ class GgufTensor:
             self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
+def made_tensor(name: str, data: "np.ndarray[Any, Any]", path: Path) -> GgufTensor:
+    """A float32 tensor of numbers that a file has elsewhere, such as under a key."""
+    blocks = np.ascontiguousarray(data, np.float32).reshape(-1).view(np.uint8)
+    kind = gguf.GGMLQuantizationType.F32
+    return GgufTensor(name, kind, data.shape, blocks, mmap.mmap(-1, mmap.PAGESIZE), 0, path)
+
+
 class GgufFile:
     """The keys and tensors of a file. Raises ModelError unless it is a complete file of a supported version."""
 

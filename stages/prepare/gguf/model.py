@@ -31,7 +31,7 @@ from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.conversions import format_of, pieces_of, rotated_halves, summary
 from pipeline.stages.prepare.gguf.drafts import DRAFTS, split_drafts
-from pipeline.stages.prepare.gguf.file import GgufTensor
+from pipeline.stages.prepare.gguf.file import GgufTensor, made_tensor
 from pipeline.stages.prepare.gguf.in_place import is_kept, write_indexes
 from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
 from pipeline.stages.prepare.gguf.parts import Parts, read_parts
@@ -115,6 +115,7 @@ def convert(
     interleaved_rope = architecture.interleaved_rope
     notes = split_drafts(tensors, config.num_layers) if architecture.has_drafts else []
     notes += gemma4.drop_unused(tensors, config)
+    tensors |= xielu_tensors(metadata, config)
     if rope_frequencies is not None:
         with_scaling = gemma4.with_proportional_rope if architecture.reads_sizes else with_rope_scaling
         config = with_scaling(config, rope_frequencies, path)
@@ -169,6 +170,28 @@ def convert(
     if notes := notes + unused(metadata, _architecture(metadata)[0]):
         (folder / NOTES).write_text("".join(f"{note}\n" for note in notes), encoding="utf-8")
     config.save(folder)
+
+
+XIELU = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+"""The parameters of the activation "xielu", and their shapes."""
+
+
+def xielu_tensors(metadata: Metadata, config: ModelConfig) -> dict[str, GgufTensor]:
+    """The parameters of each layer's activation, which files have under keys: once, or for each layer. Raises
+    ModelError if they are missing."""
+    made = {}
+    for part, shape in XIELU.items() if config.activation == "xielu" else ():
+        key = f"xielu.{part}"
+        values = metadata.list_of(key, float) if isinstance(metadata.get(key, (float, list)), list) else None
+        values = [metadata.need(key, float)] * config.num_layers if values is None else values
+        if len(values) != config.num_layers:
+            raise ModelError(
+                f"{metadata.path}: {key} has {len(values)} values; the model has {config.num_layers} layers"
+            )
+        for layer, value in enumerate(values):
+            tensor = made_tensor(f"blk.{layer}.xielu.{part}", np.full(shape, value, np.float32), metadata.path)
+            made[tensor.name] = tensor
+    return made
 
 
 def read_supported(paths: list[Path]) -> Parts:

@@ -34,6 +34,7 @@ LAYER_NAMES = {
     "post_ffw_norm": "mlp_post_norm",
     "attn_output_norm": "self_attn_residual_norm",
     "layer_output_norm": "mlp_residual_norm",
+    "xielu": "mlp.xielu",
     "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",

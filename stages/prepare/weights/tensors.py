@@ -146,7 +146,7 @@ def float_rows(path: Path, entry: TensorEntry, rows_at_once: int) -> Iterator["n
     """A tensor as exact float32, at most `rows_at_once` rows at a time. Those of a tensor with more than two dimensions
     are of all its matrices. The file is mapped, not read as a whole."""
     begin, _ = entry.data_offsets
-    shape = entry.shape if len(entry.shape) < 3 else (math.prod(entry.shape[:-1]), entry.shape[-1])
+    shape = (entry.shape or (1,)) if len(entry.shape) < 3 else (math.prod(entry.shape[:-1]), entry.shape[-1])
     stored = np.memmap(path, STORED[entry.dtype], mode="r", offset=begin, shape=shape)
     for start in range(0, shape[0], rows_at_once):
         piece = stored[start : start + rows_at_once]

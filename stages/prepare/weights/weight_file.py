@@ -135,7 +135,7 @@ def _stored(name: str, shape: Shape, found: Format | None, quantization: Prepare
     `Format`."""
     wanted: Format
     # Norms and biases are small, and their rounding would affect every token. Some norms have weights for each head.
-    if len(shape) == 1 or name.endswith((*BIASES, *NORMS_OF_HEADS, *ROUTERS, *STATES, ".bias")):
+    if len(shape) < 2 or name.endswith((*BIASES, *NORMS_OF_HEADS, *ROUTERS, *STATES, ".bias")):
         return Stored("f32", shape)
     match quantization:
         case "none":
@@ -164,7 +164,7 @@ def quantize(
 
     def pieces(name: str) -> Iterator[Array]:
         path, entry = stored[name]
-        return float_rows(path, entry, rows_at_once(entry.shape[-1]))
+        return float_rows(path, entry, rows_at_once(entry.shape[-1] if entry.shape else 1))
 
     write_weights(folder, targets, pieces, next(iter(stored.values()))[0].parent, report)
 

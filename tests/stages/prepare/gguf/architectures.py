@@ -167,6 +167,7 @@ CASES = {
         },
     ),
     "ernie4_5": Case("ernie4_5", A.ERNIE4_5),
+    "apertus": Case("apertus", A.APERTUS),
     "arcee": Case("arcee", A.ARCEE, convert=permuted),
     "smollm3": Case("smollm3", A.SMOLLM3, convert=permuted),
     "granite": Case(
@@ -320,7 +321,7 @@ def save(
         values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if head_dim * heads != hidden:
         values |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    for key, value in {**values, **case.metadata}.items():
+    for key, value in {**values, **gemma4_keys.xielu_keys(model), **case.metadata}.items():
         add: dict[type, Any] = {
             str: writer.add_string,
             bool: writer.add_bool,
@@ -329,7 +330,7 @@ def save(
             list: writer.add_array,
         }
         add[type(value) if not isinstance(value, np.floating) else float](
-            key if key.startswith("tokenizer.") else f"{name}.{key}", value
+            key if key.startswith(("tokenizer.", "xielu.")) else f"{name}.{key}", value
         )
     checkpoints._add_vocabulary(writer, checkpoints.byte_level(), case.pre, config.vocab_size)
     names = gguf.get_tensor_name_map(case.arch, layers)
@@ -339,7 +340,7 @@ def save(
         for name, part in experts_apart(original, tensor.float().numpy(), config).items()
     }
     for tensor_name, data in tensors.items():
-        if tensor_name == "lm_head.weight" and config.tie_word_embeddings:
+        if (tensor_name == "lm_head.weight" and config.tie_word_embeddings) or ".act_fn." in tensor_name:
             continue
         if whole := gemma4_keys.WHOLE_NAMES.get(tensor_name.split(".", 3)[-1]):
             writer.add_tensor(f"blk.{tensor_name.split('.')[2]}.{whole}", data)

@@ -1,4 +1,4 @@
-"""The keys of Gemma 4's tiny .gguf files (tiny_architectures.py), as llama.cpp's converter writes them."""
+"""Keys of tiny .gguf files (tiny_architectures.py), of Gemma 4 and Apertus, as llama.cpp's converter writes them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,3 +62,12 @@ def divisors(metadata: Mapping[str, Any], part: float) -> np.ndarray:
     num = metadata["attention.key_length"] // 2
     turned = int(num * part)
     return np.array(turned * [1.0] + (num - turned) * [1e30], np.float32)
+
+
+def xielu_keys(model: Any) -> dict[str, list[float]]:
+    """The parameters of Apertus's activation, which are keys with a value for each layer."""
+    found: dict[str, list[float]] = {}
+    for name, tensor in model.state_dict().items():
+        if ".act_fn." in name:
+            found.setdefault(f"xielu.{name.rpartition('.')[2]}", []).append(tensor.float().item())
+    return found

@@ -148,3 +148,26 @@ def test_an_encoder_is_refused_by_name_before_anything_else_is_read(tmp_path: Pa
     message = f"general.architecture is '{architecture}', an encoder that is not supported"
     with pytest.raises(ModelError, match=message):
         prepare(Settings(model=str(tmp_path / "encoder.gguf"), cache_dir=str(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"xielu.alpha_p": [0.8, 0.8]}, r"xielu\.alpha_p has 2 values; the model has 3 layers"),
+        ({"xielu.eps": "none"}, r"xielu\.eps is 'none', not of type"),
+        ({"xielu.beta": ["0.5", "0.5", "0.5"]}, r"xielu\.beta has values that are not of type"),
+    ],
+)
+def test_parameters_of_an_activation_that_a_file_lacks_are_named(
+    tmp_path: Path, keys: dict[str, Any], match: str
+) -> None:
+    case = dataclasses.replace(CASES["apertus"], metadata=keys)
+    path = save(tmp_path / "tiny.gguf", tiny_architectures.make(VARIANTS["apertus"]), case)
+    with pytest.raises(ModelError, match=match):
+        prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
+
+
+def test_parameters_of_an_activation_may_stand_once(tmp_path: Path) -> None:
+    case = dataclasses.replace(CASES["apertus"], metadata={"xielu.beta": 0.5})
+    path = save(tmp_path / "tiny.gguf", tiny_architectures.make(VARIANTS["apertus"]), case)
+    assert ModelConfig.load(prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))).activation == "xielu"

@@ -23,6 +23,8 @@ from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.weights import weight_file
 from pipeline.stages.prepare.weights.tensors import read_header
 from pipeline.stages.prepare.weights.weight_file import to_bf16
+from tests.stages.execute import tiny_architectures
+from tests.stages.execute.tiny_architectures import VARIANTS
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.checkpoints import formats_of, weights_of
 
@@ -344,3 +346,11 @@ def test_rounding_to_bfloat16_is_that_of_torch(values: "np.ndarray[Any, Any]") -
     found = torch.from_numpy(to_bf16(values).view(np.int16)).view(torch.bfloat16)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
+
+
+def test_numbers_without_a_dimension_are_kept_when_a_folder_is_quantized(tmp_path: Path) -> None:
+    """Those of Apertus's activation."""
+    made = tiny_architectures.make(VARIANTS["apertus"])
+    folder = prepared(checkpoints.save_folder(tmp_path / "source", made), "q8_0")
+    name = "model.layers.0.mlp.act_fn.beta"
+    assert weights_of(folder)[name].item() == made.state_dict()[name].item()
