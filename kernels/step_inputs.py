@@ -56,6 +56,10 @@ class StepInputs:
         self.num_tokens = 0
         self.num_rows = 0
         self.num_samples = 0
+        self.row_count: IntArray = np.zeros(1, np.int32)
+        """[1]; `num_rows`, for programs."""
+        self.windows: StepInputs | None = None
+        """The same tokens as other entries, for layers whose tokens see only these."""
         self.starts: IntArray = np.zeros(max_num_rows, np.int32)
         self.counts: IntArray = np.zeros(max_num_rows, np.int32)
         self.offsets: IntArray = np.zeros(max_num_rows, np.int32)
@@ -92,6 +96,12 @@ class StepInputs:
         self.state_writes: IntArray = np.zeros(max_num_rows, np.int32)
         """[R]; the slot for the state behind each entry. No other entry of the step reads or writes it."""
         self._arange: IntArray = np.arange(max_num_rows, dtype=np.int32)
+
+    def add_windows(self, max_num_rows: int, max_num_blocks: int) -> "StepInputs":
+        """Make `windows`, whose `fill` is to be called behind the one of these inputs in each step."""
+        self.windows = StepInputs(self.max_num_tokens, max_num_rows, max_num_blocks, 1, 1, is_causal=False)
+        self.windows.angle_rows = self.angle_rows
+        return self.windows
 
     def fill_adapters(self, slots: IntArray) -> None:
         """Set the adapters of the next step: a slot or -1 for each of its entries. Call it after `fill`."""
@@ -140,6 +150,7 @@ class StepInputs:
             entry = np.repeat(np.arange(num_rows), counts)
             positions = np.arange(num_tokens) - offsets[entry] + starts[entry]
         self.num_rows, self.num_tokens = num_rows, num_tokens
+        self.row_count[0] = num_rows
         self.starts[:num_rows] = starts
         self.counts[:num_rows] = counts
         self.offsets[:num_rows] = offsets

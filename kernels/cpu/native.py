@@ -115,6 +115,7 @@ class NativeStepArrays(Structure):
         ("adapters", c_void_p),
         ("num_adapted", c_void_p),
         ("key_ends", c_void_p),
+        ("own_rows", c_void_p),
     )
 
 

@@ -42,7 +42,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 33
+ABI_VERSION = 34
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -99,6 +99,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "program_use_tables": (None, [c_void_p, c_void_p, c_void_p]),
+    "program_use_entries": (None, [c_void_p, POINTER(NativeStepArrays), c_void_p]),
     "program_stride": (None, [c_void_p, c_int]),
     "program_use_ranks": (None, [c_void_p, POINTER(NativeVocabShare)]),
     "program_barrier": (None, [c_void_p, c_void_p, c_char_p, c_int]),

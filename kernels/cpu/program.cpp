@@ -26,7 +26,7 @@
 
 extern "C" {
 
-int abi_version() { return 33; }
+int abi_version() { return 34; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -179,10 +179,10 @@ void program_qkv_rows(Program* program, Rows queries, int num_heads, const KV* k
     program->add<QkvRows>(QkvWriter(queries, num_heads, *kv, cos, sin, *norms, form), values, *share);
 }
 
-// The ops that are recorded from now on read these tables, of a KV group, in place of those in `program_new`.
-void program_use_tables(Program* program, const int64_t* slots, const int32_t* block_tables) {
-    program->use(slots, block_tables);
-}
+// The ops that are recorded from now on read these tables, of a KV group, in place of those in `program_new`; or other
+// entries of the same tokens, whose number is at `rows` when the program runs.
+void program_use_tables(Program* program, const int64_t* slots, const int32_t* tables) { program->use(slots, tables); }
+void program_use_entries(Program* program, const Step* step, const int32_t* rows) { program->use_entries(*step, rows); }
 
 AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window, int window_after) {
     return &program->add<AttentionPlan>(num_heads, num_kv_heads, program->thread_pool().size(), window, window_after);

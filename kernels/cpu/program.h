@@ -84,6 +84,15 @@ class Program final : public Job {
         steps_.push_back(step);
     }
 
+    // Lets them read the same tokens as other entries: arrays of their own, and the number of entries that is at `rows`
+    // when a step runs.
+    void use_entries(const Step& step, const int32_t* rows) {
+        for (using_ = 0; using_ < steps_.size(); using_++)
+            if (steps_[using_].own_rows == rows) return;
+        steps_.push_back(step);
+        steps_.back().own_rows = rows;
+    }
+
     // Seconds of each op where `seconds` is given. With `samples_again`, only the ops from the head on: a layer with a
     // state must not absorb a step twice. Returns 0, or the first status that an op ends with.
     int run(int tokens, int rows, int samples, double* seconds, bool samples_again = false) {
@@ -105,7 +114,7 @@ class Program final : public Job {
         // Else a CPU that reorders stores (ARM) could show the sizes before the progress, and the exchange of a thread
         // that is late would not fail. The fence in `work` is the other half.
         std::atomic_thread_fence(std::memory_order_release);
-        for (Step& step : steps_) step.tokens = tokens, step.rows = rows, step.samples = samples;
+        for (Step& step : steps_) step.set(tokens, rows, samples);
         timed_ = seconds != nullptr;
         first_.store(first), end_.store(end);
         status_ = 0;
@@ -175,7 +184,7 @@ class Program final : public Job {
     Cost cost(int op, int tokens, int rows, int samples) {
         // Of a copy: who is late in the last step still reads that one's sizes.
         Step step = step_for(op);
-        step.tokens = tokens, step.rows = rows, step.samples = samples;
+        step.set(tokens, rows, samples);
         return ops_[op]->cost(step);
     }
 

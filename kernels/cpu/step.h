@@ -16,6 +16,12 @@ struct Step {
     const int32_t *adapters, *num_adapted;  // of each token, the adapter's slot or -1; how many tokens have one
     const int32_t* key_ends = nullptr;  // of each token, the first key that it does not see; null: its position + 1
 
+    const int32_t* own_rows = nullptr;  // the number of entries, if they are others than those of the program
+
+    void set(int num_tokens, int num_rows, int num_samples) {
+        tokens = num_tokens, rows = own_rows ? *own_rows : num_rows, samples = num_samples;
+    }
+
     const int32_t* blocks(int row) const { return block_tables + size_t(row) * max_blocks; }
 };
 

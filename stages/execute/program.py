@@ -96,6 +96,8 @@ class AttentionWeights:
     window_after: int | None = None
     """How many positions after its own it attends to, besides the limit in `StepInputs.key_ends`; None: only that
     limits it."""
+    in_windows: bool = False
+    """Whether tokens are those of other entries (`StepInputs.windows`)."""
     rope: Rope | None = None
     sinks: "AnyVector | None" = None
     """[num_heads], the scores of the heads' sinks."""

@@ -63,6 +63,15 @@ class Anyres(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     interpolated to about that number."""
 
 
+class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Patches see only those in their window, except in some layers. Windows begin at the top left."""
+
+    side: int
+    """Squares of the projector on the side of a window."""
+    full_layers: list[int]
+    """Layers in which patches see the whole image."""
+
+
 class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The configuration of a vision tower."""
 
@@ -94,6 +103,8 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     its column, each with every second frequency (Pixtral). Images may be smaller."""
     shares_frequencies: bool = False
     """Whether both halves of "rope" have the same frequencies, which are those of lines (Qwen-VL)."""
+    windows: Windows | None = None
+    """None: patches see the whole image. Only if they come as patches."""
     pixels: Pixels
     projector: Projector
     anyres: Anyres | None = None

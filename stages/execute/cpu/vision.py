@@ -23,7 +23,14 @@ from pipeline.stages.execute.cpu.native.tower import NativeTower
 from pipeline.stages.execute.cpu.precision import with_activations
 from pipeline.stages.execute.cpu.program import ProgramPlan
 from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.vision.hidden_states import coordinates, normalized, packed, position_rows, rows_of
+from pipeline.stages.execute.vision.hidden_states import (
+    by_windows,
+    coordinates,
+    normalized,
+    packed,
+    position_rows,
+    rows_of,
+)
 from pipeline.stages.execute.vision.tower import angles_of, build, computed_config, newline_of, projector_norm
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
@@ -80,6 +87,11 @@ class VisionEncoder:
         max_blocks = -(-vision.max_num_tokens // BLOCK_SIZE)
         sizes = most, max_num_tiles, max_blocks
         self._inputs = StepInputs(*sizes, max_num_samples=1, is_causal=False, angles=angles_of(vision, most))
+        if vision.windows is not None:
+            square = vision.projector.merge**2
+            max_num_windows = -(-most // square)
+            self._inputs.add_windows(max_num_windows, -(-(vision.windows.side**2 * square) // BLOCK_SIZE))
+            num_blocks += max_num_windows
         self._patches = PatchInputs(most, vision.patch_width)
         layout = scratch(config.num_layers)
         plan = ProgramPlan(
@@ -92,7 +104,7 @@ class VisionEncoder:
             num_threads=num_threads,
         )
         self.program = _make(library, plan, self._patches)
-        self._positions = build(vision, weights, self.program, most, float_format)
+        self._positions = build(vision, weights, self.program, -(-most // vision.projector.merge**2), float_format)
         self._norm, self._newline = self.program.last_norm, newline_of(vision, weights)
         norm = projector_norm(vision, weights)
         self._projector_norm = None if norm is None else norm.as_arrays()
@@ -165,6 +177,8 @@ class VisionEncoder:
         rows = []
         for tile in tiles:
             x = hidden[begin + class_token : begin + tile.num_tokens]
+            if vision.windows is not None:
+                x = x[by_windows(vision, *tile.grid)[0].argsort()]
             begin += tile.num_tokens
             if self._norm is not None:
                 x = normalized(x, self._norm, vision.encoder.norm, vision.encoder.rms_norm_eps)
@@ -179,22 +193,27 @@ class VisionEncoder:
         """Set the step of some tiles."""
         vision, class_token = self.config, int(self.config.class_token)
         counts: IntArray = np.array([tile.num_tokens for tile in tiles], np.int32)
-        num_blocks = -(-counts // BLOCK_SIZE)
-        table = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())
         ids, zeros = np.zeros(counts.sum(), np.int32), np.zeros(len(tiles), np.int32)
         turns = vision.positions == "rope"
-        where = np.concatenate([coordinates(vision, *tile.grid) for tile in tiles], axis=1) if turns else None
-        # Entries after a tile's own blocks are not read.
-        self._inputs.fill(ids, zeros, counts, table.astype(np.int32), zeros.astype(np.bool_), coordinates=where)
+        windows = [by_windows(vision, *tile.grid) if vision.windows is not None else None for tile in tiles]
+        where = None
+        if turns:
+            found = [coordinates(vision, *tile.grid) for tile in tiles]
+            found = [one if by is None else one[:, by[0]] for one, by in zip(found, windows, strict=True)]
+            where = np.concatenate(found, axis=1)
+        self._inputs.fill(ids, zeros, counts, _tables(counts), zeros.astype(np.bool_), coordinates=where)
+        if (inputs := self._inputs.windows) is not None:
+            counts = np.concatenate([by[1] for by in windows if by is not None]).astype(np.int32)
+            inputs.fill(ids, np.zeros_like(counts), counts, _tables(counts), np.zeros(len(counts), np.bool_))
         residual, begin = self.program.residual(), 0
-        for tile in tiles:
+        for tile, by in zip(tiles, windows, strict=True):
             end = begin + tile.num_tokens
             self._patches.pixels[begin : begin + class_token] = CENTER
             has_patches = vision.max_patches is not None
             patches = (
                 tile.pixels.reshape(-1, vision.patch_width) if has_patches else cut(tile.pixels, vision.patch_size)
             )
-            self._patches.pixels[begin + class_token : end] = patches
+            self._patches.pixels[begin + class_token : end] = patches if by is None else patches[by[0]]
             if turns:
                 residual[begin:end] = self._positions
             else:
@@ -239,6 +258,14 @@ class Encoding:
             self._step, self._first = self._step + 1, 0
         self._finish()
         return True
+
+
+def _tables(counts: IntArray) -> IntArray:
+    """The block tables of entries of so many tokens, one behind the other: [entries, blocks]. Entries after an entry's
+    own blocks are not read."""
+    num_blocks = -(-counts // BLOCK_SIZE)
+    table: IntArray = ((np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())).astype(np.int32)
+    return table
 
 
 def _make(library: Library | None, plan: ProgramPlan, patches: PatchInputs) -> "NativeTower | TorchTower":

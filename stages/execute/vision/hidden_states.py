@@ -63,6 +63,17 @@ def coordinates(vision: VisionConfig, lines: int, columns: int) -> LongArray:
     return found
 
 
+def by_windows(vision: VisionConfig, lines: int, columns: int) -> tuple[LongArray, LongArray]:
+    """The patches of an image that come by squares, one window after the other, from left to right, then the ones
+    below: their numbers [patches], and how many each window has [windows]."""
+    assert vision.windows is not None
+    merge, side = vision.projector.merge, vision.windows.side
+    line, column = np.divmod(np.arange(lines * columns // merge**2), columns // merge)
+    window = line // side * -(-columns // merge // side) + column // side
+    order = window.argsort(kind="stable")[:, None] * merge**2 + np.arange(merge**2)
+    return order.reshape(-1).astype(np.int64), np.bincount(window).astype(np.int64) * merge**2
+
+
 def _buckets(num: int, side: int) -> LongArray:
     """The part of each of `num` patches of a side, among `side` equal parts of it (`Idefics3VisionEmbeddings` in
     transformers, whose numbers are float32)."""

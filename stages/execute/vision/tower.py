@@ -51,6 +51,8 @@ def build(
         attention = attention_weights(config, weights, i)
         if computed is not config:
             attention = _padded(attention, config.head_dim, computed.head_dim)
+        if vision.windows is not None and i not in vision.windows.full_layers:
+            attention = replace(attention, in_windows=True)
         program.attention(attention)
         program.mlp(mlp_weights(config, weights, i))
     program.pool(norm_weights(config, weights, "model.norm") if vision.final_norm else None)

@@ -82,7 +82,8 @@ def rope_axes(keys: Keys, rotary_dim: int) -> list[int] | None:
     given = rope.get("mrope_section")
     section, half = keys.get("mrope_section", list) if given is None else given, rotary_dim // 2
     is_valid = isinstance(section, list) and len(section) == 3 and all(type(one) is int and one >= 0 for one in section)
-    if not is_valid or sum(section) != half:
+    # Axes that take turns end with the pairs, as in transformers.
+    if not is_valid or (not interleaved and sum(section) != half):
         raise ConfigFault(f"{key} has mrope_section {shown(section)}; it must be three integers whose sum is {half}")
     axes = np.zeros(half, np.int64)
     if not interleaved:

@@ -12,7 +12,7 @@ import msgspec
 
 from pipeline.media.config import LlavaOnevision, MediaConfig, Qwen2VL
 from pipeline.runtime.model.model_config import Activation, Layout, ModelConfig, Piece
-from pipeline.runtime.model.vision_config import Anyres, Matrix, Pixels, Projector, VisionConfig
+from pipeline.runtime.model.vision_config import Anyres, Matrix, Pixels, Projector, VisionConfig, Windows
 from pipeline.stages.prepare.families.architecture import qkv_slices, renamed
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, Keys
 from pipeline.stages.prepare.files import shown
@@ -355,6 +355,26 @@ def _qwen2_vl(source: Source) -> VisionConfig:
     return _qwen_vl(source, keys, pieces, intermediate_size=inner)
 
 
+def _qwen2_5_vl(source: Source) -> VisionConfig:
+    sizes = {"num_hidden_layers": 32, "num_attention_heads": 16, "hidden_act": "silu", "intermediate_size": 3420}
+    media = source.media
+    keys = VisionKeys(source.vision_config, sizes | _image_size(media), QWEN_NAMES)
+    pieces = {
+        "vision.projector.norm": "merger.ln_q",
+        "vision.projector.0": "merger.mlp.0",
+        "vision.projector.1": "merger.mlp.2",
+    }
+    vision = _qwen_vl(source, keys, pieces, norm="rms", norm_bias=False, gated=True)
+    assert isinstance(media, Qwen2VL)
+    side = keys.count("window_size", 112) // media.merge // media.patch
+    if not side:
+        raise keys.fault("window_size", f"at least {media.merge * media.patch}")
+    full = keys.get("fullatt_block_indexes", list, [7, 15, 23, 31])
+    if not all(type(layer) is int and layer >= 0 for layer in full):
+        raise keys.fault("fullatt_block_indexes", "a list of layers")
+    return msgspec.structs.replace(vision, windows=Windows(side=side, full_layers=full))
+
+
 FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -363,5 +383,6 @@ FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
     "gemma3": _gemma3,
     "mistral3": _pixtral,
     "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
 }
 """By `model_type` of config.json. They raise ConfigFault and NotServed."""

@@ -21,7 +21,7 @@ from pipeline.stages.execute.adapters.slots import OUT, QKV
 from pipeline.stages.execute.cpu.native.key_calibration import CalibratedLayer, KeyFactors, calibrate_keys
 from pipeline.stages.execute.cpu.native.kv_pages import FIRST_BYTES, KVPages
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
-from pipeline.stages.execute.cpu.native.memory import NativeMemory, rows_of, turning_order
+from pipeline.stages.execute.cpu.native.memory import NativeMemory, rows_of, step_arrays, turning_order
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.kv import KVPlan, SwapArray
@@ -82,7 +82,7 @@ class NativeAttention:
         """By layer, of those that were recorded."""
         self.pages = KVPages(library, self._units, kv.num_blocks * self._unit_bytes)
         self._calibrated: list[CalibratedLayer] = []
-        self._plans: dict[tuple[int, int, int, Heads], int] = {}
+        self._plans: dict[tuple[int, int, int, Heads, bool], int] = {}
 
     def emit(
         self,
@@ -98,9 +98,13 @@ class NativeAttention:
         memory = self._layer_kv(weights, index) if weights.source is None else self._kv[weights.source]
         self._kv[self._layers.last] = memory
         kv = ctypes.byref(memory)
-        library.program_use_tables(
-            self._program, self._inputs.group_slots[group].ctypes.data, self._inputs.group_tables[group].ctypes.data
-        )
+        if (windows := self._inputs.windows) is not None and weights.in_windows:
+            entries = ctypes.byref(step_arrays(windows))
+            library.program_use_entries(self._program, entries, windows.row_count.ctypes.data)
+        else:
+            library.program_use_tables(
+                self._program, self._inputs.group_slots[group].ctypes.data, self._inputs.group_tables[group].ctypes.data
+            )
         self._emit_qkv(weights, kv, slot, inputs_at or partial(self._norms.rows, slot=slot))
         width, dim = heads.query_size, heads.dim
         matrix = weights.out.matrices[0]
@@ -277,7 +281,7 @@ class NativeAttention:
         """The attention plan of all layers with the same window in a KV group. It becomes an op before the first of
         them."""
         window, after = weights.window or 0, -1 if weights.window_after is None else weights.window_after
-        key = window, after, group, weights.heads
+        key = window, after, group, weights.heads, weights.in_windows
         if key not in self._plans:
             num_heads, num_kv_heads = len(self._query_heads(weights)), len(self._kv_heads(weights))
             self._plans[key] = self._library.program_attention_plan(

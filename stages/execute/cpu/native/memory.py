@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.native import ActivationForm, Activations
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
-from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.stages.execute.cpu.native.panel_file import PanelStore, key_of
 from pipeline.stages.execute.program import AnyMatrix, AnyVector, Linear
@@ -163,3 +163,16 @@ def floats_at(address: int, rows: int, width: int) -> FloatArray:
     """float32 [rows, width] in the memory of a program."""
     array: FloatArray = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (rows, width))
     return array
+
+
+def step_arrays(inputs: StepInputs) -> native.NativeStepArrays:
+    """The addresses of a step's inputs."""
+    names = ("ids", "slots", "sampled", "starts", "counts", "offsets", "block_tables")
+    return native.NativeStepArrays(
+        **{name: getattr(inputs, name).ctypes.data for name in names},
+        positions=inputs.angle_rows.ctypes.data,
+        max_blocks=inputs.block_tables.shape[1],
+        adapters=inputs.adapters.ctypes.data,
+        num_adapted=inputs.num_adapted.ctypes.data,
+        key_ends=None if inputs.key_ends is None else inputs.key_ends.ctypes.data,
+    )

@@ -20,7 +20,14 @@ from pipeline.stages.execute.cpu.native.attention import NativeAttention
 from pipeline.stages.execute.cpu.native.experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.lora import NativeLora, PackedAdapter
-from pipeline.stages.execute.cpu.native.memory import NativeMemory, floats_at, have_one_format, rows_of, swiglu_order
+from pipeline.stages.execute.cpu.native.memory import (
+    NativeMemory,
+    floats_at,
+    have_one_format,
+    rows_of,
+    step_arrays,
+    swiglu_order,
+)
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.panel_file import PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
@@ -81,7 +88,7 @@ class NativeProgram(Program):
         self._given = 0, 0
         """Address and width."""
         self._ticket = native.MaskTicket(None, 0, 0)
-        self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
+        self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(step_arrays(inputs)))
         self._share = share = share_of(config) if ranks is None else ranks.share
         self._ranks, self._link = ranks, plan.link
         self._part = Part(range(config.num_layers)) if plan.part is None else plan.part
@@ -229,7 +236,7 @@ class NativeProgram(Program):
             ctypes.byref(native.NativeSamplingArrays.of(self._sampling_inputs)),
         )
         # A second program with the same residual and head, for the logprobs of tokens that are not sampled.
-        arrays = self._step_arrays()
+        arrays = step_arrays(self._inputs)
         arrays.sampled = self._scores.token_indices.ctypes.data
         self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
         self._gathered.use(self._scoring)
@@ -387,14 +394,3 @@ class NativeProgram(Program):
         self._layers.barrier("gate_up")
         how = weights.post_norm, DOWN, "down"
         self._layers.add(self._gated, inner, weights.down, *how, scale=weights.residual_scale, stays=stays)
-
-    def _step_arrays(self) -> native.NativeStepArrays:
-        inputs, names = self._inputs, ("ids", "slots", "sampled", "starts", "counts", "offsets", "block_tables")
-        return native.NativeStepArrays(
-            **{name: getattr(inputs, name).ctypes.data for name in names},
-            positions=inputs.angle_rows.ctypes.data,
-            max_blocks=inputs.block_tables.shape[1],
-            adapters=inputs.adapters.ctypes.data,
-            num_adapted=inputs.num_adapted.ctypes.data,
-            key_ends=None if inputs.key_ends is None else inputs.key_ends.ctypes.data,
-        )

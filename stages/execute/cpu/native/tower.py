@@ -9,7 +9,7 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.patches import PatchInputs
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
-from pipeline.stages.execute.cpu.native.memory import floats_at, rows_of
+from pipeline.stages.execute.cpu.native.memory import floats_at, rows_of, step_arrays
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.program import ProgramPlan
 from pipeline.stages.execute.vision.builder import PatchWeights, ProjectorMatrix, TowerBuilder
@@ -36,7 +36,9 @@ class NativeTower(NativeProgram, TowerBuilder):
 
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
         library, memory = self._library, self._memory
-        program = self._projector = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
+        program = self._projector = library.program_new(
+            self._thread_pool.handle, ctypes.byref(step_arrays(self._inputs))
+        )
         width = matrices[0].linear.matrices[0].num_columns
         self._given = memory.floats(max_num_rows, width), width
         values, none = self._given[0], self._norms.native_norm(None)

@@ -51,7 +51,7 @@ class TorchAttention:
         self._gates: dict[int, Buffer] = {}
         """By width."""
         self._angles: dict[RopeKey, tuple[Buffer, Buffer]] = {}
-        self._plans: dict[tuple[int | None, int | None, int], AttentionPlan] = {}
+        self._plans: dict[tuple[int | None, int | None, int, bool], AttentionPlan] = {}
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
         self._score_form = ScoreOptions(config.query_scale, config.attention_softcap, slopes, config.sinks)
 
@@ -99,7 +99,10 @@ class TorchAttention:
             calls.add(ops.turn_queries, qkv, *angles, kv, norm, config.rms_norm_eps)
         else:
             self._norm(weights, layer)
-            calls.add(ops.rotary_write, qkv, *angles, calls.slots[layer.group], kv)
+            slots = calls.slots[layer.group]
+            if (windows := self._inputs.windows) is not None and weights.in_windows:
+                slots = Buffer(torch.from_numpy(windows.slots), Extent.TOKENS)
+            calls.add(ops.rotary_write, qkv, *angles, slots, kv)
         if config.query_growth:
             growth = config.query_growth, config.query_growth_period
             calls.add(ops.scale_queries, qkv, calls.positions, kv, *growth)
@@ -128,7 +131,9 @@ class TorchAttention:
 
     def _plan(self, weights: AttentionWeights, group: int) -> AttentionPlan:
         """The attention plan of all layers with the same window in a KV group, prepared before the first of them."""
-        if (key := (weights.window, weights.window_after, group)) not in self._plans:
+        if (key := (weights.window, weights.window_after, group, weights.in_windows)) not in self._plans:
             self._plans[key] = self._ops.attention_plan(weights.window, self._score_form, group, weights.window_after)
-            self._calls.add(self._plans[key].prepare, self._inputs)
+            inputs = self._inputs.windows if weights.in_windows else self._inputs
+            assert inputs is not None
+            self._calls.add(self._plans[key].prepare, inputs)
         return self._plans[key]

@@ -188,6 +188,31 @@ QWEN: dict[str, Variant] = {
         {"text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": MROPE}},
         processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
     ),
+    "qwen2_5_vl": Variant(
+        "qwen2_5_vl",
+        {
+            **QWEN_VISION,
+            "intermediate_size": 96,
+            "out_hidden_size": 64,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        {"text_config": {**TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}},
+        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+    ),
+    "qwen2_5_vl, large windows": Variant(
+        "qwen2_5_vl",
+        {
+            **QWEN_VISION,
+            "num_heads": 2,
+            "intermediate_size": 96,
+            "out_hidden_size": 64,
+            "window_size": 48,
+            "fullatt_block_indexes": [0, 2],
+        },
+        {"text_config": {**TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}},
+        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+    ),
 }
 """Those whose images come as patches."""
 

@@ -15,7 +15,7 @@ from pipeline.stages.execute.weights import Weights
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.stages.execute.driver import settings
-from tests.stages.execute.vision.tiny_towers import VARIANTS, encode, encoder, images, make, prepared, save
+from tests.stages.execute.vision.tiny_towers import QWEN, VARIANTS, encode, encoder, images, make, prepared, save
 from tests.stages.prepare import checkpoints
 
 TORCH = settings(kernels="torch")
@@ -132,6 +132,35 @@ def test_what_is_valid_but_not_supported_is_noted(tmp_path: Path, changes: dict[
     folder = prepared(tmp_path, source)
     assert VisionConfig.load(folder) is None
     assert any(note in line for line in notes_of(folder)), notes_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_heads", 5, r"vision_config\.hidden_size is 48; it must be a multiple of num_attention_heads = 5"),
+        ("depth", "3", r"vision_config\.depth is '3'; it must be of type int"),
+        ("window_size", 15, r"vision_config\.window_size is 15; it must be at least 16"),
+        ("fullatt_block_indexes", [True], r"vision_config\.fullatt_block_indexes is \[True\]; it must be a list of la"),
+    ],
+)
+def test_a_wrong_value_of_a_tower_for_patches_is_named(tmp_path: Path, key: str, value: Any, words: str) -> None:
+    variant = QWEN["qwen2_5_vl"]
+    source = save(tmp_path, variant, make(variant))
+    config = json.loads((source / "config.json").read_text())
+    checkpoints.edit_config(source, vision_config={**config["vision_config"], key: value})
+    with pytest.raises(ModelError, match=words):
+        prepared(tmp_path, source)
+
+
+@pytest.mark.parametrize("section", [[2, 3, 4], [2, 6], "2 3 3", [2.0, 3, 3]])
+def test_sections_of_coordinates_must_fit_a_head(tmp_path: Path, section: Any) -> None:
+    variant = QWEN["qwen2_vl"]
+    source = save(tmp_path, variant, make(variant))
+    text = json.loads((source / "config.json").read_text())["text_config"]
+    rope = {**text["rope_parameters"], "mrope_section": section}
+    checkpoints.edit_config(source, text_config={**text, "rope_parameters": rope})
+    with pytest.raises(ModelError, match="it must be three integers whose sum is 8"):
+        prepared(tmp_path, source)
 
 
 def test_a_layer_that_the_tower_lacks_is_named(tmp_path: Path) -> None:
