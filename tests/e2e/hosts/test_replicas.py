@@ -27,7 +27,7 @@ NUM_REQUESTS = 24
 
 @pytest.fixture(scope="module")
 def replicated() -> Iterator[Server]:
-    with Server(*REPLICATED, "schedule.policy=priority") as server:
+    with Server(*REPLICATED, "schedule.policy=priority", "chat.reasoning_parser=qwen3") as server:
         yield server
 
 
