@@ -42,7 +42,7 @@ PLAIN = frozenset(
             "qwen2",
             "qwen2moe",
         ),
-        *("qwen3", "qwen3moe", "seed_oss", "stablelm", "starcoder2"),
+        *("apertus", "qwen3", "qwen3moe", "seed_oss", "stablelm", "starcoder2"),
     }
 )
 """Those whose order is Hugging Face's. GPT-2 and the first StarCoder are missing: their PEFT adapters are refused,

@@ -10,7 +10,7 @@ from msgspec import inspect as types
 
 from pipeline.config.settings import ChatSettings
 from pipeline.http_server.apis.openai import error_json
-from pipeline.http_server.bodies.abort_body import AbortBody
+from pipeline.http_server.bodies.abort_body import AbortBody, ControlBody
 from pipeline.http_server.bodies.json_depth import check_depth
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.runtime.model.pooler import Classifier, Pooler, Task
@@ -107,6 +107,10 @@ PARSERS: Mapping[str, tuple[Parse, dict[str, Any]]] = {
     "/tokenize": (parse_tokenize, {"model": "m", "prompt": "a"}),
     "/detokenize": (parse_detokenize, {"model": "m", "tokens": [1]}),
     "/abort_requests": (_decoded(msgspec.json.Decoder(AbortBody)), {"request_ids": []}),
+    "/v1/chat/completions/control": (
+        _decoded(msgspec.json.Decoder(ControlBody)),
+        {"id": "a", "action": "reasoning_end"},
+    ),
     "/v1/load_lora_adapter": (_decoded(load_bodies), {"lora_name": "a", "lora_path": "/a"}),
     "/v1/unload_lora_adapter": (_decoded(unload_bodies), {"lora_name": "a"}),
     "/api/chat": (ollama.parse_chat, CHAT),
@@ -119,6 +123,7 @@ PARSERS: Mapping[str, tuple[Parse, dict[str, Any]]] = {
 SAME: Mapping[str, str] = {
     "/v1/chat/completions/render": "/v1/chat/completions",
     "/v1/completions/render": "/v1/completions",
+    "/v1/chat/completions/{chat_id}/control": "/v1/chat/completions/control",
     "/v1/embed": "/v2/embed",
     "/v1/score": "/score",
     "/v1/rerank": "/rerank",

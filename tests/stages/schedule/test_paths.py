@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages import Finish, GenerationOptions, Pooling
+from pipeline.runtime.messages import Finish, GenerationOptions, Pooling, ReasoningBudget
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule import row_flags
 from pipeline.stages.schedule.row_flags import RowFlag
@@ -94,6 +94,10 @@ OPTIONS = {
     "repeats_received": Feature(True),
     "with_special_spans": Feature(True),
     "segment_start": Feature(3),
+    "thinking_token_budget": Feature(9),
+    "reasoning_budget_message": Feature("Enough."),
+    "reasoning_budget": Feature(ReasoningBudget(9, [b"<t>"], [b"</t>"], bytes(4), True)),  # masks are the executor's
+    "reasoning_control": Feature(True),
 }
 
 SWAP = {"num_swap_blocks": 64}
