@@ -75,7 +75,7 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
         number = getattr(config, field)
         require(number is None or math.isfinite(number), field, number, "a finite number")
     if config.experts is not None:
-        _check_experts(config, config.experts, require)
+        _check_experts(config, config.experts, require, keys.get("num_experts", "num_experts"))
     for field in ("attention_softcap", "logit_softcap", "swiglu_limit"):
         number = getattr(config, field)
         require(number is None or (math.isfinite(number) and number > 0), field, number, "a positive number")
@@ -89,7 +89,7 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
 Require = Callable[[bool, str, Any, str], None]
 
 
-def _check_experts(config: ModelConfig, experts: Experts, require: Require) -> None:
+def _check_experts(config: ModelConfig, experts: Experts, require: Require, num_key: str) -> None:
     for field in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
         count = {
             "num_experts": experts.num,
@@ -107,7 +107,7 @@ def _check_experts(config: ModelConfig, experts: Experts, require: Require) -> N
         groups >= 1 and experts.num % groups == 0,
         "n_group",
         groups,
-        f"a divisor of the number of experts, {experts.num}",
+        f"a divisor of {num_key} = {experts.num}",
     )
     size, kept = experts.num // groups, experts.groups_per_token
     require(1 <= kept <= groups, "topk_group", kept, f"an integer from 1 to n_group = {groups}")

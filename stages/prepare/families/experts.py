@@ -13,7 +13,9 @@ from pipeline.stages.prepare.families.architecture import (
     window_everywhere,
     windows_by_pattern,
 )
-from pipeline.stages.prepare.families.keys import Keys
+from pipeline.stages.prepare.families.keys import ConfigFault, Keys
+from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.shape import MAX_COUNT
 
 NUM_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_token": "num_experts_per_tok"}
 """Files have either name; transformers writes the first since version 5."""
@@ -118,8 +120,7 @@ def _gpt_oss_layout(model: ModelConfig) -> Layout:
 
 
 def _glm(keys: Keys, model: ModelConfig) -> dict[str, Any]:
-    """The first layers are dense. The shared experts are one, of their size together."""
-    inner, shared = keys.count("moe_intermediate_size"), keys.count("n_shared_experts", least=0)
+    """The first layers are dense."""
     found = experts_of(
         keys,
         "moe_intermediate_size",
@@ -129,10 +130,23 @@ def _glm(keys: Keys, model: ModelConfig) -> dict[str, Any]:
         selection_bias=True,
         num_groups=keys.count("n_group"),
         groups_per_token=keys.count("topk_group"),
-        shared_intermediate_size=inner * shared,
+        shared_intermediate_size=_shared_size(keys, "n_shared_experts"),
         layers=layers_behind(keys, model, "first_k_dense_replace"),
     )
     return {**found, "qk_norm": keys.flag("use_qk_norm")}
+
+
+def _shared_size(keys: Keys, key: str) -> int:
+    """The size of the shared experts, of which `key` is the number: they are computed as one. Raises ConfigFault."""
+    size, num = keys.count("moe_intermediate_size"), keys.count(key, least=0)
+    if size > MAX_COUNT:
+        raise keys.fault("moe_intermediate_size", f"an integer from 1 to {MAX_COUNT}")
+    if size * num > MAX_COUNT:
+        most = MAX_COUNT // size
+        raise ConfigFault(
+            f"{keys.name(key)} is {shown(num)}; it must be at most {most}, of moe_intermediate_size {size}"
+        )
+    return size * num
 
 
 def layers_behind(keys: Keys, model: ModelConfig, key: str) -> list[int] | None:
@@ -158,14 +172,17 @@ def _ernie(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     step, end = keys.count("moe_layer_interval"), model.num_layers if last == -1 else last + 1
     layers = [i for i in range(first, min(end, model.num_layers)) if (i + 1) % step == 0]
     if not layers:
-        raise keys.fault("moe_layer_start_index", "at most moe_layer_end_index: no layer would have experts")
-    inner, shared = keys.count("moe_intermediate_size"), keys.count("moe_num_shared_experts", least=0)
+        raise ConfigFault(
+            f"moe_layer_start_index is {shown(first)}; from there to moe_layer_end_index = {shown(last)} one of the "
+            f"{model.num_layers} layers, counted from 1, must be a multiple of moe_layer_interval = {shown(step)}: no "
+            "layer would have experts"
+        )
     return experts_of(
         keys,
         "moe_intermediate_size",
         normalized=True,
         selection_bias=True,
-        shared_intermediate_size=inner * shared,
+        shared_intermediate_size=_shared_size(keys, "moe_num_shared_experts"),
         layers=None if len(layers) == model.num_layers else layers,
     )
 

@@ -135,7 +135,7 @@ def test_windows_of_qwen_moe() -> None:
         ("qwen2_moe", {"mlp_only_layers": ["a"]}, r"mlp_only_layers is \['a'\]; it must be a list of numbers"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8\.0: clipping"),
         ("gpt_oss", {"swiglu_limit": 0}, r"swiglu_limit is 0.*; it must be a positive number"),
-        ("glm4_moe", {"n_group": 3}, r"n_group is 3; it must be a divisor of the number of experts, 128"),
+        ("glm4_moe", {"n_group": 3}, r"n_group is 3; it must be a divisor of n_routed_experts = 128"),
         ("glm4_moe", {"n_group": 8, "topk_group": 9}, r"topk_group is 9; it must be an integer from 1 to n_group = 8"),
         ("glm4_moe", {"n_group": 128}, r"n_group is 128; it must be at most 64: a group has at least 2 experts"),
         (
@@ -144,7 +144,23 @@ def test_windows_of_qwen_moe() -> None:
             r"num_experts_per_tok is 8; it must be at most 4, the experts of topk_group groups",
         ),
         ("glm4_moe", {"first_k_dense_replace": 9}, r"first_k_dense_replace is 9; .*no layer would have experts"),
+        (
+            "glm4_moe",
+            {"moe_intermediate_size": 1024, "n_shared_experts": 2**21},
+            r"n_shared_experts is 2097152; it must be at most 2097151, of moe_intermediate_size 1024",
+        ),
+        ("glm4_moe", {"moe_intermediate_size": 2**31}, r"moe_intermediate_size is 2147483648; it must be an integer"),
+        (
+            "ernie4_5_moe",
+            {"moe_intermediate_size": 2**30, "moe_num_shared_experts": None},
+            r"moe_num_shared_experts is 2; it must be at most 1, of moe_intermediate_size 1073741824",
+        ),
         ("ernie4_5_moe", {"use_bias": True}, r"use_bias is True: a mixture of experts with biases is not supported"),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_interval": 9},
+            r"layers, .* must be a multiple of moe_layer_interval = 9: no layer",
+        ),
         ("ernie4_5_moe", {"moe_layer_start_index": 9}, r"moe_layer_start_index is 9; .*no layer would have experts"),
     ],
 )

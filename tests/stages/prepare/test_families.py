@@ -194,17 +194,32 @@ def test_layers_of_gemma_4_have_the_sizes_of_transformers(tmp_path: Path, change
     ("changes", "words"),
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': bidirectional attention"),
-        ({"enable_moe_block": True}, "num_experts is None; it must be an integer of at least 1"),
+        ({"enable_moe_block": True}, "enable_moe_block is True, but num_experts is None; it must be an integer of at"),
         ({"num_kv_shared_layers": 12}, "num_kv_shared_layers is 12; each of these layers must have one of its kind"),
-        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers is 8; each of these layers must have one of its kind"),
+        (
+            {"num_kv_shared_layers": 8},
+            r"num_kv_shared_layers is 8; .* of its kind \(layer_types\) before all of them: it may be at most 6",
+        ),
         ({"global_head_dim": 33}, "global_head_dim is 33; it must be even"),
+        ({"global_head_dim": 2**31}, "global_head_dim is 2147483648; it must be even, up to 2147483647"),
         (
             {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
             "num_global_key_value_heads is 3; it must be a d",
         ),
         ({"vocab_size_per_layer_input": 600}, "vocab_size_per_layer_input is 600; it must be at least vocab_size"),
-        ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config is .*; it must be the same for all layers"),
-        ({"per_layer_config": {str(i): {"size": 8} for i in (5, 11)}}, "per_layer_config has 'size'; supported are"),
+        (
+            {"per_layer_config": {"1": {"head_dim": 8}}},
+            r"per_layer_config is .*; it must be the same for all layers .* are \[5, 11\] by layer_types",
+        ),
+        (
+            {"per_layer_config": {str(i): {"num_key_value_heads": 3} for i in (5, 11)}},
+            "num_key_value_heads in per_layer_config is 3; it must be a divisor of num_attention_heads",
+        ),
+        (
+            {"per_layer_config": {str(i): {"head_dim": 7} for i in (5, 11)}},
+            "head_dim in per_layer_config is 7; it must be even",
+        ),
+        ({"per_layer_config": {str(i): {"size": 8} for i in (5, 11)}}, "per_layer_config has 'size' for layer 5; supp"),
         (
             {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 2}, LOCAL: {}}},
             "partial_rotary_factor 2.0; it must be a number above 0",

@@ -11,6 +11,7 @@ from pipeline.stages.prepare.families.architecture import HfArchitecture, Window
 from pipeline.stages.prepare.families.experts import experts_of
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.shape import MAX_COUNT
 
 WINDOW, UNIFIED_WINDOW, PATTERN = 512, 1024, 6
 ROPES = {
@@ -35,17 +36,22 @@ def _other_heads(keys: Keys, model: ModelConfig) -> OtherHeads | None:
     each layer what differs from the others."""
     layers = [i for i in range(model.num_layers) if model.window_of(i) is None]
     same = keys.flag("attention_k_eq_v")
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     head_dim = keys.count("global_head_dim", 512)
     num_kv_heads = keys.count("num_global_key_value_heads", model.num_kv_heads) if same else model.num_kv_heads
     if (by_layer := keys.get("per_layer_config", dict)) is not None:
+        names = {key: f"{key} in per_layer_config" for key in names}
         head_dim, num_kv_heads = _overrides(by_layer, layers, model)
     if model.num_heads % num_kv_heads:
         raise ConfigFault(
-            f"num_global_key_value_heads is {num_kv_heads}; it must be a divisor of num_attention_heads = "
+            f"{names['num_key_value_heads']} is {shown(num_kv_heads)}; it must be a divisor of num_attention_heads = "
             f"{model.num_heads}"
         )
-    if head_dim % 2:
-        raise ConfigFault(f"global_head_dim is {head_dim}; it must be even: rotary embeddings rotate pairs")
+    if head_dim % 2 or head_dim > MAX_COUNT:
+        raise ConfigFault(
+            f"{names['head_dim']} is {shown(head_dim)}; it must be even, up to {MAX_COUNT}: rotary embeddings rotate "
+            "pairs"
+        )
     if not same and (head_dim, num_kv_heads) == (model.head_dim, model.num_kv_heads):
         return None
     return OtherHeads(layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim, values_are_keys=same)
@@ -60,12 +66,15 @@ def _overrides(by_layer: Mapping[str, Any], layers: list[int], model: ModelConfi
     is_complete = len(numbered) == len(by_layer) and not numbered.keys() - set(layers)
     if not is_complete or any(not isinstance(one, dict) or one != found[0] for one in found):
         raise ConfigFault(
-            f"per_layer_config is {shown(by_layer)}; it must be the same for all layers without a window, and absent "
-            "for the others"
+            f"per_layer_config is {shown(by_layer)}; it must be the same for all layers without a window, which are "
+            f"{shown(layers)} by layer_types, and absent for the others"
         )
     if unknown := found[0].keys() - plain.keys():
-        raise ConfigFault(f"per_layer_config has {shown(min(unknown))}; supported are {' and '.join(plain)}")
-    sizes = Keys({**plain, **found[0]}, {}, {})
+        raise ConfigFault(
+            f"per_layer_config has {shown(min(unknown))} for layer {layers[0]}; supported are {' and '.join(plain)}"
+        )
+    names = {key: f"{key} in per_layer_config" for key in plain}
+    sizes = Keys({names[key]: value for key, value in {**plain, **found[0]}.items()}, names, {})
     return sizes.count("head_dim"), sizes.count("num_key_value_heads")
 
 
@@ -74,9 +83,11 @@ def _fields(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     num_shared = keys.count("num_kv_shared_layers", 0, least=0)
     first = model.num_layers - num_shared
     kinds = [model.window_of(i) is None for i in range(model.num_layers)]
-    if num_shared and (first < 1 or set(kinds[first:]) - set(kinds[:first])):
+    most = model.num_layers - 1 - max(kinds.index(kind) for kind in set(kinds))
+    if num_shared > most:
         raise ConfigFault(
-            f"num_kv_shared_layers is {num_shared}; each of these layers must have one of its kind before all of them"
+            f"num_kv_shared_layers is {num_shared}; each of these layers must have one of its kind (layer_types) "
+            f"before all of them: it may be at most {most}"
         )
     size = keys.count("hidden_size_per_layer_input", 256, least=0)
     inputs = PerLayerInputs(size=size, vocab_size=keys.count("vocab_size_per_layer_input", 262144)) if size else None
@@ -94,11 +105,15 @@ def _fields(keys: Keys, model: ModelConfig) -> dict[str, Any]:
         "first_shared_kv_layer": first if num_shared else None,
         "intermediate_sizes": [inner] * first + [2 * inner] * num_shared if is_wide else None,
         "per_layer_inputs": inputs,
-        **(_experts(keys) if keys.flag("enable_moe_block") else {}),
+        **_experts(keys),
     }
 
 
 def _experts(keys: Keys) -> dict[str, Any]:
+    if not keys.flag("enable_moe_block"):
+        return {}
+    if keys.get("num_experts", int) is None:
+        raise ConfigFault("enable_moe_block is True, but num_experts is None; it must be an integer of at least 1")
     return experts_of(keys, "moe_intermediate_size", normalized=True, beside_dense=True, router_norm=True, factors=True)
 
 
