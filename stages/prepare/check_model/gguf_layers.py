@@ -55,5 +55,6 @@ def sizes_by_layer(ours: ModelConfig) -> dict[str, Any]:
         "num_kv_shared_layers": 0 if first is None else ours.num_layers - first,
         "use_double_wide_mlp": ours.intermediate_sizes is not None,
         "hidden_size_per_layer_input": 0 if inputs is None else inputs.size,
+        "enable_moe_block": ours.experts is not None,
         "vocab_size_per_layer_input": ours.vocab_size if inputs is None else inputs.vocab_size,
     }

@@ -6,6 +6,7 @@ says the same model. Tensors, their names and the order of their rows are read a
 as llama.cpp's converter (`conversion/` in https://github.com/ggml-org/llama.cpp) has written them.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.pooler import PoolingKind
-from pipeline.runtime.model.rope import Llama3Rope, LongRope, ProportionalRope
+from pipeline.runtime.model.rope import Llama3Rope, LongRope, ProportionalRope, Rope
 from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.architectures import architecture_of
 from pipeline.stages.prepare.check_model.gguf_layers import scaling_keys, sizes_by_layer
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.gguf import gemma4
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -35,6 +38,14 @@ PLUS_ONE = ("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron")
 GROUPED = ("gptneox", "falcon", "bloom")
 """Files in which rows of all queries come before those of keys and values, and not those of one group."""
 TRANSPOSED = ("gpt2",)
+OWN_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+"""Tensors of a layer that the gguf package doesn't name, by their names in transformers."""
+ONE_ROW = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
+"""Matrices of one row, which are vectors in files."""
 
 
 def config_of(path: Path, ours: ModelConfig) -> Any:
@@ -99,8 +110,9 @@ def _ropes(ours: ModelConfig) -> dict[str, Any]:
     main = {"rope_theta": ours.rope_theta, **share, **scaling_keys(ours.rope_scaling)}
     long = ours.rope_scaling
     original = {"original_max_position_embeddings": long.original_max_position} if isinstance(long, LongRope) else {}
-    if ours.sliding_rope is not None:
-        sliding = {"rope_theta": ours.sliding_rope.theta, **scaling_keys(ours.sliding_rope.scaling)}
+    if ours.sliding_rope is not None or ours.architecture == "olmo3":  # whose config always has both
+        rope = ours.sliding_rope or Rope(ours.rope_theta, ours.rope_scaling)
+        sliding = {"rope_theta": rope.theta, **scaling_keys(rope.scaling)}
         return {"rope_parameters": {"full_attention": main, "sliding_attention": sliding}}
     without = {}
     if ours.architecture == "smollm3":
@@ -285,7 +297,18 @@ class _Tensors:
     def left(self) -> list[str]:
         """Tensors that nothing has asked for."""
         tied = {"output.weight"} if self._ours.tie_embeddings else set()
-        return sorted(self._tensors.keys() - self._used - tied)
+        return sorted(name for name in self._tensors.keys() - self._used - tied if not self._is_unused(name))
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether a tensor is of a layer that drafts (MTP), or of keys and values in a layer that reads those of
+        another; prepare has reported both."""
+        _, number, part = [*name.split(".", 2), "", ""][:3]
+        if not name.startswith("blk.") or not number.isdecimal():
+            return False
+        layer = int(number)
+        if layer >= self._ours.num_layers:
+            return GGUF_ARCHITECTURES[self._architecture].has_drafts
+        return part in gemma4.OWN_KV and self._ours.kv_source(layer) != layer
 
     def find(self, name: str) -> Array | None:
         """A tensor in float32, by its name in the file."""
@@ -300,7 +323,7 @@ class _Tensors:
         if stem.endswith("mlp.act_fn"):
             return self._of_activation(int(name.split(".")[2]), last, shape)
         data = self._experts(stem, last) if stem.endswith("mlp.experts") else self._plain(name)
-        if (self._architecture == "qwen2moe" and name.endswith("shared_expert_gate.weight")) or "token_type" in name:
+        if data.size == math.prod(shape) and (name.endswith(ONE_ROW) or "token_type" in name):
             data = data.reshape(shape)
         if data.shape != shape:
             raise ModelError(f"{self._path}: {shown(name)} has the shape {data.shape}; transformers has {shape}")
@@ -318,8 +341,11 @@ class _Tensors:
         raise ModelError(f"{self._path}: no tensor is {shown(name)} of transformers' {self._ours.architecture}")
 
     def _candidates(self, name: str) -> Iterator[str]:
-        if name.endswith(".sinks"):
-            yield f"blk.{name.split('.')[2]}.attn_sinks.weight"
+        *_, layer, part = ["", "", *name.split(".", 3)]
+        if (own := OWN_NAMES.get(part)) is not None:
+            yield f"blk.{layer}.{own}"
+        # The bias by which experts are selected: files name it without what ERNIE 4.5 has between.
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("gate.moe_", "moe_")
         # BLOOM's tensors have no prefix on the hub, and those of decoders without a head have none.
         for text in (name, name.removeprefix("transformer."), f"model.{name}", f"{name}.weight"):  # the last: buffers
             if (found := self._names.get_name(text, try_suffixes=(".weight", ".bias"))) is not None:

@@ -38,7 +38,7 @@ NOT_COMPUTED |= {"special_tokens", "split_special_tokens", "vocab_size", "norm_o
 POOLED = {"pooler", "tie_embeddings"}
 """The same of models that generate no text: what follows the hidden states is computed by pooled_reference."""
 WINDOW = {"sliding_window", "sliding_layers"}
-ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", "router.proj.weight", "e_score_correction_bias")
 """Matrices that prepare stores in float32."""
 UNREAD = {
     "qwen2moe": {

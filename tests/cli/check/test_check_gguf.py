@@ -1,5 +1,6 @@
 """`pipeline check-model` on .gguf files, which are compared with what transformers reads of them."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_the_parts_of_a_gguf_file_are_compared_as_one(tmp_path: Path, capsys: py
     assert gguf.GGUFReader is reader
 
 
-CHECKED = ["mixtral", "gpt-oss", "phi3, longrope", "gemma4"]
+CHECKED = ["mixtral", "gpt-oss", "phi3, longrope", "gemma4, experts", "olmo3", "ernie4_5-moe"]
 if os.environ.get("PIPELINE_ALL_CASES"):
     CHECKED = [*architectures.CASES]
 
@@ -69,6 +70,26 @@ def test_a_gguf_file_of_each_architecture_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     path, _ = architectures.saved(tmp_path, name)
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, err = check(str(path), *where, capsys=capsys)
+    assert (code, len(results(out))) == (0, 5), out + err
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "unused"),
+    [
+        ("gemma4", {}, ("blk.4.attn_k.weight", "blk.4.attn_v.weight", "blk.5.attn_k_norm.weight")),
+        ("glm4moe", {"block_count": 4, "nextn_predict_layers": 1}, ("blk.3.nextn.eh_proj.weight",)),
+    ],
+)
+def test_tensors_that_prepare_leaves_out_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, keys: dict[str, Any], unused: tuple[str, ...]
+) -> None:
+    """Keys and values in a layer that reads those of another, and layers that only predict further tokens."""
+    case = architectures.CASES[name]
+    case = dataclasses.replace(case, metadata={**case.metadata, **keys})
+    others = {one: (np.ones((8, 16), np.float32), architectures.Kind.F32) for one in unused}
+    path = architectures.save(tmp_path / "tiny.gguf", architectures.original(name, case), case, others)
     where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
     code, out, err = check(str(path), *where, capsys=capsys)
     assert (code, len(results(out))) == (0, 5), out + err

@@ -288,8 +288,8 @@ def save(
     *,
     has_expert_tensors: bool = False,
 ) -> Path:
-    """Write a file. `blocks` are quantized tensors and their types, by their names in the file. `has_expert_tensors`:
-    each expert has its own."""
+    """Write a file. `blocks` are tensors instead of the model's or beside them, and their types, by their names in the
+    file. `has_expert_tensors`: each expert has its own."""
     config = model.config
     config.allow_global_per_layer_attribute_access = True  # of Gemma 4: that of layers with a window
     name = gguf.MODEL_ARCH_NAMES[case.arch]
@@ -356,13 +356,13 @@ def save(
                 if f".{theirs}." in tensor_name:
                     found = f"{found.rsplit('.', 2)[0]}.{ours}.{tensor_name.rsplit('.', 1)[1]}"
         if found in blocks:
-            stored, kind = blocks[found]
-            writer.add_tensor(found, stored, raw_dtype=kind)
             continue
         made = np.ascontiguousarray(case.convert(tensor_name, data, config))
         parts = by_expert(found, made) if has_expert_tensors else {found: made}
         for part_name, part in parts.items():
             writer.add_tensor(part_name, part)
+    for block_name, (stored, kind) in blocks.items():
+        writer.add_tensor(block_name, stored, raw_dtype=kind)
     for factors_name, factors in rope_factors(case, rope).items():
         writer.add_tensor(factors_name, factors)
     writer.write_header_to_file()
@@ -372,9 +372,8 @@ def save(
     return path
 
 
-def saved(folder: Path, name: str) -> tuple[Path, Any]:
-    """The file of a case, and its original model, with matrices in bfloat16 as they are kept."""
-    case = CASES[name]
+def original(name: str, case: Case) -> Any:
+    """The original model of a case, with matrices in bfloat16 as they are kept."""
     variant = GGUF_ONLY.get(case.variant) or VARIANTS[case.variant]
     if name == "smollm3":  # files don't say which layers have no rotary embedding; llama.cpp takes each fourth
         variant = tiny_architectures.Variant("smollm3", {}, {**tiny_architectures.SIZES, "num_hidden_layers": 4})
@@ -391,4 +390,10 @@ def saved(folder: Path, name: str) -> tuple[Path, Any]:
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in parameter_name:
                 parameter.copy_(parameter.bfloat16())
-    return save(folder / "tiny.gguf", model, case, has_expert_tensors="each expert" in name), model
+    return model
+
+
+def saved(folder: Path, name: str) -> tuple[Path, Any]:
+    """The file of a case, and its original model."""
+    model = original(name, CASES[name])
+    return save(folder / "tiny.gguf", model, CASES[name], has_expert_tensors="each expert" in name), model
