@@ -22,6 +22,7 @@ from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, PairShape, Targ
 from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Module, Part
 from pipeline.lora.module_names import in_files, layout_of
 from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, NotWritten, PeftConfig, read_config
+from pipeline.lora.supported import unsupported
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.files.regular_files import RegularFile
 from pipeline.runtime.model.model_config import ModelConfig, Piece
@@ -51,6 +52,8 @@ def convert(
     be served, NotWritten if its file can't be written, and NotAnAdapter if it can't be read."""
     digest = hashlib.blake2b(f"{FORMAT}|{dtype}|".encode(), digest_size=16)
     model = ModelConfig.load(model_dir)
+    if (why := unsupported(model)) is not None:
+        raise AdapterError(f"{source}: LoRA adapters are not supported for {model.name} ({model.architecture}): {why}")
     modules: list[Module] = []
     if source.suffix.lower() == SUFFIX:
         weights = source

@@ -3,8 +3,8 @@
 They depend on the class and the version that the adapter was trained with, not on the names in the model's files:
 `BloomForCausalLM` has `transformer.h.0.mlp`, `BloomModel` has `h.0.mlp`, and so have the files on the hub. The layers
 of a text model in one for texts and images are at `language_model.model.layers` before transformers 4.52, at
-`model.language_model.layers` since, and at `model.layers` if the text model was loaded alone. Idefics has
-`text_model` there.
+`model.language_model.layers` since, and at `model.layers` if the text model was loaded alone, and in Qwen2-VL before.
+Idefics has `text_model` there.
 """
 
 import re
@@ -37,7 +37,8 @@ def prefixes_of(model: ModelConfig) -> tuple[str, ...]:
     layers = layout_of(model).layers.removesuffix(".{}.")
     container = layers.rpartition(".")[2]
     bases = OTHER_BASES.get(model.architecture) or (BASES.get(container, ""), "")
-    if "language_model." in layers or "text_model." in layers or model.architecture in TEXT_ARCHITECTURES:
+    is_part = "language_model." in layers or "text_model." in layers or model.rope_axes is not None
+    if is_part or model.architecture in TEXT_ARCHITECTURES:
         bases += TEXT_MODELS
     return tuple(f"{base}{container}." for base in bases)
 

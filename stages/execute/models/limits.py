@@ -3,25 +3,28 @@ those with dense layers beside experts."""
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.lora.supported import BESIDE_DENSE, BY_LAYER, RECURRENT, unsupported
 from pipeline.runtime.model.model_config import ModelConfig
 
 
 def require_supported(settings: Settings, config: ModelConfig) -> None:
     """Raise UserError if a setting does not work with the layers of a model."""
     execute, lora = settings.execute, settings.lora
-    adapters = {
-        "lora.adapters": (list(lora.adapters), bool(lora.adapters)),
-        "lora.runtime_loading": (lora.runtime_loading, lora.runtime_loading),
-    }
     if config.has_states:
         method = settings.speculative.method
-        _refuse(config, "it has recurrent layers", {"speculative.method": (method, method != "none"), **adapters})
-    ranks = {key: getattr(execute, key) for key in ("tensor_parallel", "pipeline_parallel")}
-    problems = {**{f"execute.{key}": (num, num > 1) for key, num in ranks.items()}, **adapters}
+        _refuse(config, RECURRENT, {"speculative.method": (method, method != "none")})
+    sizes = {key: getattr(execute, key) for key in ("tensor_parallel", "pipeline_parallel")}
+    ranks = {f"execute.{key}": (num, num > 1) for key, num in sizes.items()}
     if config.differs_by_layer:
-        _refuse(config, "its layers have different sizes", problems)
+        _refuse(config, BY_LAYER, ranks)
     if config.experts is not None and config.experts.beside_dense:
-        _refuse(config, "its layers have a dense feed-forward layer beside experts", problems)
+        _refuse(config, BESIDE_DENSE, ranks)
+    if (why := unsupported(config)) is not None:
+        adapters = {
+            "lora.adapters": (list(lora.adapters), bool(lora.adapters)),
+            "lora.runtime_loading": (lora.runtime_loading, lora.runtime_loading),
+        }
+        _refuse(config, why, adapters)
 
 
 def _refuse(config: ModelConfig, why: str, problems: dict[str, tuple[object, bool]]) -> None:

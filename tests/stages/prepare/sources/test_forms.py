@@ -177,6 +177,10 @@ HEADS: dict[str, tuple[str, list[Change], str]] = {
     **{name: (name, [], "images are not served") for name in forms.QWEN_VL},
     "qwen2_vl as on the hub": ("qwen2_vl", [flat, as_on_the_hub], "images are not served"),
     "qwen2_5_vl as on the hub": ("qwen2_5_vl", [flat, as_on_the_hub], "images are not served"),
+    "qwen2_vl without its head": ("qwen2_vl", [renames(model__="language_model.")], "images are not served"),
+    "qwen2_5_vl in memory": (
+        "qwen2_5_vl", [renames(model__="model.language_model.", visual="model.visual")], "images are not served",
+    ),
     "mistral3, the same head": ("mistral3", [same_head("lm_head.weight", EMBEDDING)], "the LM head equals the embed"),
 }  # fmt: skip
 """The model, what is done to its folder, and what its notes say."""
