@@ -36,12 +36,45 @@ TEXTS = [
 ]
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 SPECIAL = ["<unk>", "<s>", "</s>"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "<pad>", "<mask>", "<unk>"]
+WORDS += ["fox", "user", "hello", "the", "quick", "##x", "x", "1", "##2", "##3", "e", "do", "don", "t", "'", "\u6f22"]
+PIECES = [
+    "<s>",
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "<mask>",
+    "\u2581",
+    "fox",
+    "\u2581fox",
+    "user",
+    "h",
+    "e",
+    "l",
+    "o",
+    "\u6f22",
+    "1",
+]
+ENCODERS = {
+    **dict.fromkeys(("bert", "distilbert", "mpnet", "nomic_bert"), "words"),
+    **dict.fromkeys(("xlm-roberta", "camembert", "gte"), "pieces"),
+}
+"""The kind of tokenizer.json that the classes of encoders read."""
 
 
 @cache
 def built(kind: str) -> str:
-    """A tokenizer.json: "sp" as older versions wrote it for SentencePiece, "bytes", "unigram", or "large": Mistral's
-    pattern that transformers may replace."""
+    """A tokenizer.json: "sp" as older versions wrote it for SentencePiece, "bytes", "unigram", "large": Mistral's
+    pattern that transformers may replace, or those of encoders: "words" as of BERT and "pieces" as of XLM-RoBERTa."""
+    if kind == "words":
+        made = Tokenizer(models.WordPiece({text: i for i, text in enumerate(WORDS)}, unk_token="[UNK]"))
+        made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece()
+        return str(with_ends(made, "[CLS]", "[SEP]").to_str())
+    if kind == "pieces":
+        made = Tokenizer(models.Unigram([(text, -float(i)) for i, text in enumerate(PIECES)], PIECES.index("<unk>")))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        return str(with_ends(made, "<s>", "</s>").to_str())
     if kind == "large":
         parts = json.loads(checkpoints.byte_level().to_str())
         vocab = parts["model"]["vocab"]
@@ -77,6 +110,14 @@ def built(kind: str) -> str:
     made.add_tokens(["<x>"])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return str(made.to_str())
+
+
+def with_ends(made: Tokenizer, begin: str, end: str) -> Tokenizer:
+    """An encoder's tokenizer, which puts each text between two tokens."""
+    ends = [(text, made.token_to_id(text)) for text in (begin, end)]
+    made.add_special_tokens([text for text in made.get_vocab() if text[0] + text[-1] in ("[]", "<>")])
+    made.post_processor = processors.TemplateProcessing(single=f"{begin} $A {end}", special_tokens=ends)
+    return made
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,8 +170,11 @@ CASES = {
         f"{name}, no post-processor": Case(config=named(name), tokenizer={"post_processor": None})
         for name in CLASS_NAMES
     },
-    **{f"{kind}, no class": Case(model_type=kind, config=NAMES) for kind in [*HF_ARCHITECTURES, *TEXT_PARTS]},
-    **{f"{kind}, no files": Case(model_type=kind) for kind in [*HF_ARCHITECTURES, *TEXT_PARTS]},
+    **{
+        f"{kind}, no {what}": Case(model_type=kind, kind=ENCODERS.get(kind, "sp"), config=config)
+        for kind in [*HF_ARCHITECTURES, *TEXT_PARTS]
+        for what, config in (("class", NAMES), ("files", None))
+    },
     **{
         f"{kind}, {name}": Case(model_type=kind, config=named(name))
         for kind in [*HF_ARCHITECTURES, *TEXT_PARTS]
@@ -166,6 +210,7 @@ IN_BRIEF = [
     ),
     *("Llama's class in config.json", "a class of the folder beside Llama's", "llama, no files", "qwen2, no files"),
     *("gemma3, no class", "granite, GPT2TokenizerFast", "LlamaTokenizerFast {'legacy': True}"),
+    *("bert, no files", "xlm-roberta, no class"),
     *(f"{name}, {kind}" for name, kind in zip(CLASS_NAMES, ["sp", "sp", *["bytes"] * 5], strict=False)),
     *(name for name in CASES if name.startswith("Qwen2TokenizerFast {'added_")),
     *(name for name in CASES if name.startswith("CohereTokenizerFast {'extra")),
@@ -215,6 +260,35 @@ def check(source: Path, target: Path) -> None:
 @pytest.mark.parametrize("case", FOLDERS.values(), ids=FOLDERS.keys())
 def test_a_folder_with_tokenizer_json_is_read_as_by_its_class(tmp_path: Path, case: Case) -> None:
     check(write(tmp_path / "source", case), tmp_path / "target")
+
+
+@pytest.mark.parametrize("config", [NAMES, None])
+@pytest.mark.parametrize("model_type", [name for name, kind in ENCODERS.items() if kind == "pieces"])
+def test_a_bpe_is_refused_where_the_model_s_class_reads_a_unigram(
+    tmp_path: Path, model_type: str, config: dict[str, Any] | None
+) -> None:
+    source = write(tmp_path / "source", Case(model_type=model_type, config=config))
+    with pytest.raises((TypeError, ValueError)):
+        AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+    message = rf"transformers cannot read the folder with the class {tokenizer_class.OF_MODELS[model_type]} \(.*; set"
+    with pytest.raises(ModelError, match=message) as caught:
+        prepared(source, tmp_path / "target")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", [name for name, kind in ENCODERS.items() if kind == "words"])
+def test_texts_that_a_vocabulary_without_an_unknown_token_lacks_are_those_of_transformers(
+    tmp_path: Path, model_type: str
+) -> None:
+    """A BPE of which the class makes words: [UNK] is no word of it, and neither encodes what needs it."""
+    source = write(tmp_path / "source", Case(model_type=model_type))
+    theirs = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+    prepared(source, tmp_path / "target")
+    ours = Tokenizer.from_file(str(tmp_path / "target" / "tokenizer.json"))
+    assert ours.encode("a").ids == theirs("a")["input_ids"]
+    for encode in (ours.encode, theirs):
+        with pytest.raises(Exception, match=r"WordPiece error: Missing \[UNK\] token from the vocabulary"):
+            encode(TEXTS[0])
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "GPT2TokenizerFast"])
