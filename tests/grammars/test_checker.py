@@ -58,6 +58,13 @@ def test_a_check_that_got_little_cpu_time_is_given_more(monkeypatch: pytest.Monk
     assert answer(monkeypatch, starved).grammar == "good"
 
 
+def test_a_check_that_gets_no_cpu_time_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error that is not kept: it says nothing about the grammar."""
+    monkeypatch.setattr(forked_jobs.ForkedJobs.__init__, "__defaults__", (3 * TIMEOUT_S,))
+    found = answer(monkeypatch, lambda *_: time.sleep(PATIENCE_S))
+    assert (found.error, found.is_final) == (f"it is too complex: checking it takes longer than {TIMEOUT_S} s", False)
+
+
 @pytest.mark.parametrize(
     ("number", "words", "is_final"),
     [
