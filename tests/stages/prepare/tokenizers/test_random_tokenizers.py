@@ -6,6 +6,7 @@ A case is a number: `PIPELINE_TOKENIZER_SEED=N` runs that one alone.
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -223,6 +224,10 @@ def compare(folder: Path, target: Path) -> str:
                 ids = theirs(text)["input_ids"]
         except RustPanic:  # on tokens that overlap once their spaces are stripped
             with pytest.raises(RustPanic), panics_as_errors():
+                ours.encode(text)
+            continue
+        except Exception as error:  # noqa: BLE001 - the unknown token of its model is not in the vocabulary
+            with pytest.raises(type(error), match=re.escape(str(error))):
                 ours.encode(text)
             continue
         assert ours.encode(text).ids == ids, text
