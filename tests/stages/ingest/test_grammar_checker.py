@@ -255,13 +255,14 @@ async def test_a_check_whose_checker_is_killed_is_tried_once_more(grammars: Gram
     assert grammars._dispatcher._worker.pid != first
 
 
-async def test_a_check_in_progress_ends_with_its_second_checker(grammars: GrammarChecker) -> None:
+async def test_a_check_in_progress_ends_with_its_second_checker(tmp_path: Path) -> None:
     """Otherwise an endless check would continue alone, and its request would wait."""
+    grammars = GrammarChecker(tiny.folder(tmp_path), LimitSettings(grammar_timeout_s=60.0))  # no check ends by itself
     await grammars.check(m.Grammar("json_object"))
     hostile = asyncio.ensure_future(rejected(grammars, "grammar", ENDLESS))
     checkers: list[psutil.Process] = []
     endless: list[psutil.Process] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(50):
         for _ in range(2):
             while (worker := grammars._dispatcher._worker) is None or psutil.Process(worker.pid) in checkers:
                 await asyncio.sleep(0.005)
@@ -271,6 +272,7 @@ async def test_a_check_in_progress_ends_with_its_second_checker(grammars: Gramma
             endless += children
             checkers[-1].kill()
         assert (await hostile).status == 503
+    grammars.close()
     _, alive = psutil.wait_procs(endless, timeout=10)
     assert not alive
 
