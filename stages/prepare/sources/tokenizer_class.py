@@ -285,6 +285,14 @@ def special_texts(parts: Parts, where: Path) -> set[str]:
     return {entry.content for entry in _entries(parts, where) if entry.special}
 
 
+def replaced_tokens(parts: Parts, where: Path) -> list[dict[str, Any]]:
+    """The entries of `added_tokens` that later ones for the same text replace. The library keeps some of what they
+    say: a text that was normalized is shown as it then was. Raises ModelError, naming the file as `where`."""
+    entries = _entries(parts, where)
+    last = {entry.content: i for i, entry in enumerate(entries)}
+    return [msgspec.structs.asdict(entry) for i, entry in enumerate(entries) if last[entry.content] != i]
+
+
 def _entries(parts: Parts, where: Path) -> list["_Added"]:
     try:
         return msgspec.json.decode(parts.get("added_tokens", msgspec.Raw(b"null")), type=list[_Added] | None) or []

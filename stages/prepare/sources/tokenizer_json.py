@@ -4,6 +4,7 @@ import importlib.util
 import shlex
 import tempfile
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +91,8 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
     if (added := probed.added) is None:
         tokenizer, first = _open(path, where), probed.first
     else:
-        _write(path, parts | {"added_tokens": added})
+        entries = [*tokenizer_class.replaced_tokens(parts, where), *added]
+        _write(path, parts | {"added_tokens": sorted(entries, key=itemgetter("id"))})  # new ids are given in this order
         tokenizer, first = _load(path, where)
     new = {token["content"] for token in added or ()} - tokenizer.get_vocab(with_added_tokens=False).keys()
     new -= {*known, *(token.content for token in own_tokens.values())}

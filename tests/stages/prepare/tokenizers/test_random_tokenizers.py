@@ -38,7 +38,8 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 CLASSES = ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast", "TokenizersBackend"]
 CLASSES += ["GPTNeoXTokenizerFast", "CohereTokenizer", "GemmaTokenizerFast", "LlamaTokenizer"]
 MODEL_TYPES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral", "cohere", "phi3", "gemma3_text", "olmo2"]
-IN_BRIEF = range(60, 75)  # three of these had other ids once
+IN_BRIEF = [*range(60, 75), 230, 742, 841]
+"""Three of the first had other ids once. 230 can't encode all texts, 742 and 841 have tokens twice."""
 CASES = range(1000) if os.environ.get("PIPELINE_ALL_CASES") else IN_BRIEF
 SEEDS = [int(seed)] if (seed := os.environ.get("PIPELINE_TOKENIZER_SEED")) else CASES
 
