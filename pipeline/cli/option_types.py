@@ -39,6 +39,17 @@ def local_url(text: str) -> str:
     return f"http://127.0.0.1:{port(text)}"
 
 
+def add_server(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declare `--url`, `--port` and `--api-key`, for a server with the OpenAI API; `what` says which it is by
+    default."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", type=http_url, help=f"a server that speaks the OpenAI API; {what}")
+    where.add_argument(
+        "--port", dest="url", type=local_url, metavar="PORT", help="the server at this port of this machine"
+    )
+    parser.add_argument("--api-key", type=api_key, help="API key, sent as a bearer token; by default $PIPELINE_API_KEY")
+
+
 def api_key(text: str) -> str:
     if not text.isprintable():
         # The key is not shown, because it is a secret.

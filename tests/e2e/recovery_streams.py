@@ -43,6 +43,11 @@ def requests(max_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
     text = {"prompt": STORY, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
     chat = {"messages": QUESTION, "max_tokens": max_tokens, "stream": True, "return_token_ids": True}
     sampled = {"temperature": 1.0, "seed": 7}
+    thinking = {
+        "messages": [*QUESTION, {"role": "assistant", "content": THOUGHT}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
     return {
         "greedy": ("/v1/completions", text | {"temperature": 0}),
         "seeded": ("/v1/completions", text | sampled),
@@ -67,27 +72,13 @@ def requests(max_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "priority": ("/v1/completions", text | sampled | {"priority": 3, "seed": 11}),
         "echo": ("/v1/completions", text | sampled | {"echo": True, "seed": 12}),
         "prefix hit": ("/v1/completions", text | sampled | {"prompt": f"{LONG}A fisherman"}),
-        "reasoning": (
-            "/v1/chat/completions",
-            chat
-            | sampled
-            | {
-                "messages": [*QUESTION, {"role": "assistant", "content": THOUGHT}],
-                "add_generation_prompt": False,
-                "continue_final_message": True,
-            },
-        ),
+        "reasoning": ("/v1/chat/completions", chat | sampled | thinking),
         "reasoning budget": (
             "/v1/chat/completions",
             chat
             | sampled
-            | {
-                "messages": [*QUESTION, {"role": "assistant", "content": THOUGHT}],
-                "add_generation_prompt": False,
-                "continue_final_message": True,
-                "thinking_token_budget": 7,
-                "reasoning_budget_message": " But now it is time for an answer.",
-            },
+            | thinking
+            | {"thinking_token_budget": 7, "reasoning_budget_message": " But now it is time for an answer."},
         ),
     }
 

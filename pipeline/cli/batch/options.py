@@ -25,19 +25,10 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="the replies")
     parser.add_argument("--overwrite", action="store_true", help="drop the replies that FILE has")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--url",
-        type=types.http_url,
-        help=f"a server that speaks the OpenAI API; by default the one at {DEFAULT_URL}, or one that this command "
-        "starts if a model or settings are given",
+    by_default = (
+        f"by default the one at {DEFAULT_URL}, or one that this command starts if a model or settings are given"
     )
-    where.add_argument(
-        "--port", dest="url", type=types.local_url, metavar="PORT", help="the server at this port of this machine"
-    )
-    parser.add_argument(
-        "--api-key", type=types.api_key, help="API key, sent as a bearer token; by default $PIPELINE_API_KEY"
-    )
+    types.add_server(parser, by_default)
     parser.add_argument(
         "--max-open",
         type=types.positive,

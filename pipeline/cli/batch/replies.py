@@ -1,6 +1,7 @@
 """The file of replies. A line is written at once and never again, so a run that was killed leaves whole lines, and
 perhaps one that it had begun, which the next run removes."""
 
+import fcntl
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -49,13 +50,33 @@ class ReplyFile:
         self.num_errors = 0
         """Replies that are errors."""
         try:
+            if path.exists() and not path.is_file():  # a device or a pipe, which opening may change
+                raise UserError(f"--output-file {path}: needs a file, which a later run reads again")
             self._fd = open_to_append(path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            self._lock()
             if overwrite:
                 os.ftruncate(self._fd, 0)
-            os.fchmod(self._fd, PRIVATE)
+            if not os.fstat(self._fd).st_size:
+                os.fchmod(self._fd, PRIVATE)
             self.done = self._read(custom_ids)
-        except OSError as error:
-            raise UserError(f"--output-file {path}: can't be written: {error.strerror}") from error
+        except BaseException as error:
+            os.close(self._fd)
+            if isinstance(error, OSError):
+                raise self._unwritable(error) from error
+            raise
+
+    def _lock(self) -> None:
+        """Two runs at once would ask for each line twice. The kernel unlocks the file of a run that was killed."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output-file {self.path}: another run-batch writes it: wait for its end") from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"--output-file {self.path}: can't be written: {error.strerror}")
 
     def _read(self, custom_ids: Collection[str]) -> set[str]:
         """The requests that have a reply. Removes what is behind the last whole line."""

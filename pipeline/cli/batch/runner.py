@@ -14,10 +14,13 @@ from pipeline.cli.batch.replies import Reply, Response
 from pipeline.cli.bench.client import UNAUTHORIZED, no_connection, reason_of, refusal_of
 from pipeline.errors import UserError
 
-BUSY = (408, 425, 429, 502, 503, 504)
-"""Answers to a request that is sent again: the server is full, loads a model, or was replaced."""
+BUSY = (425, 429, 502, 503)
+"""Answers to a request that is sent again: the server is full, loads a model, or was replaced. 504 is none: the
+request's own time was too short."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 5.0
 CONNECT_S = 10.0
+READ_S = 3600.0
+"""The longest time without a byte of a reply: it comes as a whole. Then the host may be gone."""
 
 
 class BatchRunner:
@@ -35,7 +38,7 @@ class BatchRunner:
 
     async def run(self, lines: Iterable[BatchLine]) -> None:
         """Answer all lines. Raises UserError if the server stays away, and OSError if a reply can't be written."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
         waiting = iter(lines)
         async with aiohttp.ClientSession(
             headers=self._headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout

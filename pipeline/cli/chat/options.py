@@ -9,18 +9,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline chat`, except those of settings."""
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--url",
-        type=types.http_url,
-        help=f"a server that speaks the OpenAI API; by default the one at {DEFAULT_URL}, or else one of its own",
-    )
-    where.add_argument(
-        "--port", dest="url", type=types.local_url, metavar="PORT", help="the server at this port of this machine"
-    )
-    parser.add_argument(
-        "--api-key", type=types.api_key, help="API key, sent as a bearer token; by default $PIPELINE_API_KEY"
-    )
+    types.add_server(parser, f"by default the one at {DEFAULT_URL}, or else one of its own")
     parser.add_argument(
         "--timeout",
         type=types.duration,

@@ -24,8 +24,6 @@ SPECIAL = b"\xff"
 """No text in UTF-8 has this byte."""
 MAX_INCOMPLETE = 3
 """Ids after the budget that may complete a character: it has at most four bytes. Then the end comes anyway."""
-
-
 NUM_AT_ONCE = 4096
 """Ids whose bytes are looked through together."""
 

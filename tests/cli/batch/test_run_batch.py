@@ -15,6 +15,8 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.cli.batch import runner
+from pipeline.cli.batch.replies import ReplyFile
+from pipeline.errors import UserError
 from tests.cli.fake_server import FakeServer
 from tests.rig import PATIENCE_S
 
@@ -166,3 +168,34 @@ def test_files_that_are_empty_or_not_there(tmp_path: Path, capsys: pytest.Captur
 def test_a_model_and_an_address_are_not_given_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*files(tmp_path, *LINES), "--url", "http://127.0.0.1:1", "--set", "max_model_len=9"]) == 2
     assert "--url: a model and settings are for a server that this command starts" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_share_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = files(tmp_path, *LINES[:2])
+    with FakeServer() as server:
+        with ReplyFile(tmp_path / "out.jsonl", set(NAMES), overwrite=False):
+            assert main([*command, "--url", server.url]) == 1
+            assert "another run-batch writes it" in capsys.readouterr().err and not server.bodies
+        assert main([*command, "--url", server.url]) == 0
+
+
+def test_devices_and_pipes_stay_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe", 0o644)
+    for path in (pipe, Path("/dev/null")):
+        before = path.stat().st_mode
+        assert main([*files(tmp_path, *LINES[:1])[:-1], str(path), "--url", "http://127.0.0.1:1"]) == 1
+        assert "needs a file" in capsys.readouterr().err and path.stat().st_mode == before
+
+
+def test_a_file_of_replies_keeps_its_mode(tmp_path: Path) -> None:
+    num_before = len(list(Path("/proc/self/fd").iterdir()))
+    command = files(tmp_path, *LINES[:2])
+    with FakeServer() as server:
+        assert main([*command, "--url", server.url]) == 0
+        (tmp_path / "out.jsonl").chmod(0o644)
+        assert main([*command, "--url", server.url]) == 0
+    assert (tmp_path / "out.jsonl").stat().st_mode & 0o777 == 0o644
+    for _ in range(20):
+        with pytest.raises(UserError, match="belongs to another input"):
+            ReplyFile(tmp_path / "out.jsonl", set(), overwrite=False)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= num_before + 5
