@@ -137,8 +137,9 @@ class BudgetState:
     def _before(self, token: int) -> None:
         starts = self._budget.starts
         if self._budget.anywhere:
-            self._text = (self._text + self._pieces[token])[-self._most_bytes :]
-            is_open = self._text.endswith(tuple(starts))
+            text = self._text + self._pieces[token]  # the mark may end within the id
+            is_open = any(start in text for start in starts)
+            self._text = text[-self._most_bytes :]
         else:
             self._text = word = (self._text + self._pieces[token]).lstrip(SPACE)
             is_open = word.startswith(tuple(starts))

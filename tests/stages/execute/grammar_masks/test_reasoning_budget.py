@@ -243,3 +243,16 @@ def test_an_end_within_a_character_completes_it(engine: Engine) -> None:
     assert not state.forced
     state.push_all([second])
     assert state.forced == ids_of(CLOSING)
+
+
+def test_a_mark_may_end_within_an_id(engine: Engine) -> None:
+    """Of a model that may reason anywhere, whose marks are no tokens of their own."""
+    pieces = Pieces(engine.tokenizer)
+    pieces |= {1000: b"a <t", 1001: b">H", 1002: b"m</t>Y"}
+    state = BudgetState(budget(2, is_open=False, anywhere=True), pieces)
+    state.push_all([1000, 1001])
+    assert not state.forced
+    state.push_all([1002])
+    assert not state.forced and not state.is_over
+    state.push_all([1000, 1001, *ids_of("m")])
+    assert state.forced == ids_of(CLOSING)
