@@ -43,6 +43,7 @@ SHARED = (
     "gateway.api_keys_file",
     "gateway.host",
     "gateway.max_body_bytes",
+    "gateway.max_media_body_bytes",
     "gateway.page",
     "gateway.port",
     "gateway.replicas",

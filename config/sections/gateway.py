@@ -66,6 +66,15 @@ class GatewaySettings(Frozen, frozen=True):
             description="Maximum size of a request in bytes: an HTTP body, or a message at the ZeroMQ endpoint.",
         ),
     ] = 4 * 1024**2
+    max_media_body_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=MAX_BYTES,
+            description="Maximum size of an HTTP body in bytes if the model takes images. What is not base64 of images "
+            "in it has at most max_body_bytes.",
+        ),
+    ] = 32 * 1024**2
     max_stored_responses: Annotated[
         int,
         Meta(

@@ -85,6 +85,9 @@ EFFECTS = {
     "gateway.max_body_bytes": (
         "tests/stages/gateway/http/test_app_errors.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
     ),
+    "gateway.max_media_body_bytes": (
+        "tests/stages/gateway/http/uploads/test_photos.py::test_photos_have_a_limit_of_their_own"
+    ),
     "gateway.max_stored_responses": f"{STORED}::test_max_stored_responses_bounds_the_store",
     "gateway.max_stored_response_bytes": f"{STORED}::test_max_stored_response_bytes_bounds_the_store",
     "gateway.slow_client_timeout_s": f"{STREAMS}::TestSlowReader::test_a_client_that_reads_nothing_is_disconnected",

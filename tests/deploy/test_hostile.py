@@ -106,12 +106,15 @@ async def test_with_a_key_the_request_reaches_a_replica_which_checks_it_again():
 
 
 async def test_a_declared_length_over_the_limit_is_refused_before_the_body():
-    async with deployed(FakeReplica(), gateway={"max_body_bytes": 100_000}) as (ingress, client):
+    limits = {"max_body_bytes": 10_000, "max_media_body_bytes": 100_000}
+    async with deployed(FakeReplica(), gateway=limits) as (ingress, client):
         for more in ("", "Expect: 100-continue\r\n"):
             assert await answer(ingress, head(100_001, more=more)) == 413
-        body = json.dumps(BODY | {"user": "u" * 90_000})
-        async with client.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
-            assert response.status == 200
+        for letter, status in (("u", 200), ("-", 413)):  # the first could be an image
+            body = json.dumps(BODY | {"user": letter * 90_000})
+            headers = {"Content-Type": "application/json"}
+            async with client.post("/v1/completions", data=body, headers=headers) as response:
+                assert response.status == status
 
 
 async def test_idle_uploads_hold_no_more_than_their_budget(monkeypatch: pytest.MonkeyPatch):

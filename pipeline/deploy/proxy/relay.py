@@ -76,7 +76,9 @@ class Relay:
                 given_s = time_left.of_headers(http_request.headers)
                 left_s = min(self._request_timeout_s or math.inf, given_s)
                 read = functools.partial(_read, scope="" if self._shares_cache else current_scope())
-                parts = await self._bodies.parse(http_request, read, body_reader.BODY_TIMEOUT_S, left_s)
+                parts = await self._bodies.parse(  # whether the model takes images is for the replicas to know
+                    http_request, read, body_reader.BODY_TIMEOUT_S, left_s, takes_images=True
+                )
                 body, prompt, timeout_s = parts
             if http_request.path not in TIMED_PATHS:
                 timeout_s = None

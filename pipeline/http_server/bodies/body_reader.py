@@ -14,9 +14,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.http_server.access.guard import current_scope
+from pipeline.http_server.bodies.image_data import num_other_bytes
 from pipeline.http_server.bodies.json_depth import check_depth
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES, LargeBodyLock
-from pipeline.http_server.bodies.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
+from pipeline.http_server.bodies.upload_budget import MIN_BYTES_PER_S, NUM_MEDIA_BODIES, Upload, UploadBudget
 from pipeline.http_server.errors import ENCODINGS, ApiError, overloaded, shown, unsupported_encoding
 from pipeline.runtime.queues.work_pool import WorkPool
 
@@ -58,21 +59,34 @@ class OutOfTime(BodyTimeout):
 class BodyReader:
     """Reads the bodies of one gateway's requests."""
 
-    def __init__(self, max_body_bytes: int, max_json_depth: int) -> None:
+    def __init__(self, max_body_bytes: int, max_json_depth: int, max_media_body_bytes: int = 0) -> None:
+        """`max_media_body_bytes` is the limit of bodies that may have images, if it is larger; what is not base64 in
+        them is bounded by `max_body_bytes`."""
         self._max_body = max_body_bytes
+        self._max_media_body = max(max_body_bytes, max_media_body_bytes)
         self._max_depth = max_json_depth
         self._uploads = UploadBudget(max_body_bytes)
+        self._media_uploads = UploadBudget(self._max_media_body, NUM_MEDIA_BODIES)
+        """Of bodies above `max_body_bytes`, so that photos leave the room of texts alone."""
         self._large_body_lock = LargeBodyLock()
         self._thread = WorkPool("parse")
         """The lock bounds what waits for it."""
 
-    def check_declared(self, http_request: web.Request) -> None:
-        """Check the declared length, if there is one. Raises ApiError: 413 for a body that is too large, 503 if there
-        is no room for it."""
+    def check_declared(self, http_request: web.Request, *, takes_images: bool = False) -> None:
+        """Check the declared length, if there is one. `takes_images`: the body may have images. Raises ApiError: 413
+        for a body that is too large, 503 if there is no room for it."""
         declared = http_request.content_length or 0
-        if declared > self._max_body:
-            raise self._too_large()
-        self._uploads.check_room(declared, current_scope())
+        if declared > (most := self._most_bytes(http_request, takes_images)):
+            raise self._too_large(most)
+        self._budget_of(declared).check_room(declared, current_scope())
+
+    def _most_bytes(self, http_request: web.Request, takes_images: bool) -> int:
+        """The limit of a body. A compressed one has no more than without images: they don't become smaller, and what a
+        few bytes may grow to stays small."""
+        return self._max_media_body if takes_images and _encoding_of(http_request) == "identity" else self._max_body
+
+    def _budget_of(self, num_bytes: int) -> UploadBudget:
+        return self._uploads if num_bytes <= self._max_body else self._media_uploads
 
     async def parse(
         self,
@@ -80,20 +94,26 @@ class BodyReader:
         parser: Callable[[bytes], T | Rest[T]],
         timeout_s: float = BODY_TIMEOUT_S,
         left_s: float = math.inf,
+        *,
+        takes_images: bool = False,
     ) -> T:
         """Read the body within `timeout_s` and parse it. Its bytes count against the upload budget until it is parsed.
         A large body, and work on much that is stored, wait for their turn and have a thread. Reading the body, and the
-        waits, end when the request's own time has passed, in `left_s`. Raises BodyTimeout, OutOfTime, or another
-        ApiError."""
-        if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
+        waits, end when the request's own time has passed, in `left_s`. `takes_images` is as in `check_declared`.
+        Raises BodyTimeout, OutOfTime, or another ApiError."""
+        if (encoding := _encoding_of(http_request)) not in ENCODINGS:
             raise unsupported_encoding(encoding)
-        self.check_declared(http_request)
-        if (body := self._arrived(http_request)) is not None and len(body) <= LARGE_BYTES:
-            parsed = self.parse_now(body, parser)
-            if not isinstance(parsed, Rest):
-                return parsed
-            return await self._parse_in_time(http_request, parser, timeout_s, left_s, body, parsed)
-        return await self._parse_in_time(http_request, parser, timeout_s, left_s, body)
+        self.check_declared(http_request, takes_images=takes_images)
+        most = self._most_bytes(http_request, takes_images)
+        if (body := self._arrived(http_request)) is not None:
+            if len(body) > most:
+                raise self._too_large(most)
+            if len(body) <= LARGE_BYTES:
+                parsed = self.parse_now(body, parser)
+                if not isinstance(parsed, Rest):
+                    return parsed
+                return await self._parse_in_time(http_request, parser, timeout_s, left_s, most, body, parsed)
+        return await self._parse_in_time(http_request, parser, timeout_s, left_s, most, body)
 
     async def _parse_in_time(
         self,
@@ -101,11 +121,12 @@ class BodyReader:
         parser: Callable[[bytes], T | Rest[T]],
         timeout_s: float,
         left_s: float,
+        most_bytes: int,
         body: bytes | None,
         parsed: Rest[T] | None = None,
     ) -> T:
-        """`parse` where something has to be waited for: `body`, if it has not arrived, or the turn to parse it, or to
-        do the rest of what is `parsed`."""
+        """`parse` where something has to be waited for: `body`, if it has not arrived, which has `most_bytes`, or the
+        turn to parse it, or to do the rest of what is `parsed`."""
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + left_s
         scope, turn_end_s = current_scope(), math.inf
@@ -120,11 +141,12 @@ class BodyReader:
                 # To its end, also if the client has disconnected: the next large body waits for it.
                 return await self._thread.run_to_end(contextvars.copy_context().run, mine.run, work)
 
-        upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
+        budget = self._budget_of(http_request.content_length or 0)
+        upload = budget.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:
             if body is None:
                 async with deadline:
-                    body = await self._read(http_request, upload)
+                    body = await self._read(http_request, upload, most_bytes)
             upload.complete()
             found: T | Rest[T]
             if parsed is not None:
@@ -159,6 +181,8 @@ class BodyReader:
 
     def _parsed(self, body: bytes, parser: Callable[[bytes], T | Rest[T]], num_more: int) -> T | Rest[T]:
         """Parse a body, with its rest if that is no more than `num_more` bytes."""
+        if len(body) > self._max_body:
+            self.check_beside_images(num_other_bytes(body))
         check_depth(body, self._max_depth)
         parsed = parser(body)
         return parsed.finish() if isinstance(parsed, Rest) and parsed.num_bytes <= num_more else parsed
@@ -175,19 +199,35 @@ class BodyReader:
             return None
         return content.read_nowait()
 
-    async def _read(self, http_request: web.Request, upload: Upload) -> bytes:
+    async def _read(self, http_request: web.Request, upload: Upload, most_bytes: int) -> bytes:
         """Like aiohttp's own `read`, but reports progress and does not keep the bytes with the request."""
         body = bytearray()
         while chunk := await http_request.content.readany():
-            if len(body) + len(chunk) > self._max_body:
-                raise self._too_large()
-            upload.grow(len(body) + len(chunk))
+            if (num_bytes := len(body) + len(chunk)) > most_bytes:
+                raise self._too_large(most_bytes)
+            if len(body) <= self._max_body < num_bytes:
+                upload.change_budget(self._media_uploads)
+            upload.grow(num_bytes)
             body += chunk
         return bytes(body)
 
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._max_body} bytes (gateway.max_body_bytes)"
+    def check_beside_images(self, num_bytes: int) -> None:
+        """Check what a body has besides images. Raises ApiError, 413."""
+        if num_bytes > self._max_body:
+            message = (
+                f"the body has {num_bytes} bytes that are not base64 of images, and the limit is {self._max_body} "
+                "(gateway.max_body_bytes)"
+            )
+            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+
+    def _too_large(self, most_bytes: int) -> ApiError:
+        setting = "max_body_bytes" if most_bytes == self._max_body else "max_media_body_bytes"
+        message = f"the body is larger than {most_bytes} bytes (gateway.{setting})"
         return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+
+
+def _encoding_of(http_request: web.Request) -> str:
+    return http_request.headers.get("Content-Encoding", "").lower() or "identity"
 
 
 def _end_now(deadline: asyncio.Timeout) -> None:

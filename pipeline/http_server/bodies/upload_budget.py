@@ -23,6 +23,8 @@ NUM_BODIES = 16
 SMALL_BYTES = 65536
 """Bodies up to this size are not counted, so slow large bodies don't block them. A connection may buffer as much
 anyway."""
+NUM_MEDIA_BODIES = 4
+"""The same of bodies with images that are larger than those without may be: 128 MiB, copied once."""
 GRACE_S = 1.0
 """A body is not slow in this time, whatever has arrived."""
 MIN_BYTES_PER_S = 256 * 1024
@@ -34,10 +36,10 @@ WhyGivenUp = Literal["slow", "share"]
 
 
 class UploadBudget:
-    """The budget of one gateway."""
+    """A budget of one gateway."""
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self.max_bytes = NUM_BODIES * max_body_bytes
+    def __init__(self, max_body_bytes: int, num_bodies: int = NUM_BODIES) -> None:
+        self.max_bytes = num_bodies * max_body_bytes
         self.num_bytes = 0
         self._uploads: dict[int, Upload] = {}
         """Those that count, by id()."""
@@ -133,6 +135,11 @@ class Upload:
         """`num_bytes` have arrived in all. Raises ApiError, 503."""
         if num_bytes > SMALL_BYTES and self.why_given_up is None:
             self._budget.take(self, num_bytes)
+
+    def change_budget(self, budget: UploadBudget) -> None:
+        """Count in another budget from now on, when the body grows next."""
+        self._budget.release(self)
+        self._budget = budget
 
     def complete(self) -> None:
         """The body has arrived, and only its parsing remains."""

@@ -13,6 +13,7 @@ from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.access.key_accounts import ACCOUNT, COUNTED, Account
 from pipeline.http_server.bodies import body_reader
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader, OutOfTime, Rest
+from pipeline.http_server.bodies.image_data import base64_bytes
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.admission.open_bytes import measure
 from pipeline.stages.gateway.admission.waiting_room import MESSAGE_PARTS, WaitingRoom
@@ -40,7 +41,7 @@ class RequestReader:
         self._readiness = readiness
         self._requests = requests
         self._limits = limits
-        self.bodies = BodyReader(settings.max_body_bytes, limits.caps.max_json_depth)
+        self.bodies = BodyReader(settings.max_body_bytes, limits.caps.max_json_depth, settings.max_media_body_bytes)
         self._timeout_s = settings.request_timeout_s
         self._with_metrics = settings.per_request_metrics
         self._fetcher = MediaFetcher() if fetcher is None else fetcher
@@ -104,6 +105,10 @@ class RequestReader:
         """For requests whose images are fetched."""
         return WaitingRoom(self._settings, self._requests.accounts.keys, "wait for images that are fetched")
 
+    @property
+    def _takes_images(self) -> bool:
+        return not self._limits.why_no_images
+
     def limits_of_key(self) -> RequestLimits:
         """The limits of the current request's client."""
         account = self._requests.accounts.of_scope(current_scope())
@@ -127,7 +132,7 @@ class RequestReader:
             if account is not None:
                 account.check()
             try:
-                self.bodies.check_declared(http_request)
+                self.bodies.check_declared(http_request, takes_images=self._takes_images)
             except ApiError as error:
                 self._count_overloaded(error)
                 raise
@@ -152,11 +157,15 @@ class RequestReader:
             return complete(parsed, body)
 
         def complete(parsed: ParsedRequest, body: bytes) -> tuple[ParsedRequest, Received]:
+            num_base64 = sum(base64_bytes(len(one.data)) for one in parsed.images)
+            self.bodies.check_beside_images(len(body) - num_base64)
             received = msgspec.structs.replace(head, body=body, adapter=adapter_of(parsed))
             return received.complete(parsed, limits), received
 
         try:
-            return await self.bodies.parse(http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s)
+            return await self.bodies.parse(
+                http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s, takes_images=self._takes_images
+            )
         except OutOfTime:
             raise self._requests.refusals.timed_out(self._timeout_s or given_s) from None
         except ApiError as error:

@@ -304,6 +304,14 @@ def refused(server: Server, body: dict[str, Any]) -> Any:
     return json.loads(error.value.read())["error"]
 
 
+def test_a_photo_of_a_camera_is_answered(server: Server) -> None:
+    """Its body is larger than that of a text may be."""
+    pixels, file = np.random.default_rng(31).integers(0, 256, (1800, 1600, 3), np.uint8), BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90, subsampling=0)
+    assert 8 * 1024**2 > len(file.getvalue()) > 4 * 1024**2
+    assert len(answer(server, chat(file.getvalue(), "What is it?"))[0]) == MAX_TOKENS
+
+
 def test_all_dialects_answer_alike(server: Server) -> None:
     data = base64.b64encode(png(30)).decode()
     one, two = ({"type": "text", "text": "Which?"}, {"type": "image", "source": {"type": "base64", "data": data}})

@@ -144,6 +144,12 @@ class Gate:
         connection.sendall(head.encode() + content)
         return connection
 
+    def raw_head(self, header: str, path: str = "/v1/chat/completions") -> socket.socket:
+        """A raw connection that has sent the head of a request."""
+        connection = socket.create_connection(self.address, timeout=PATIENCE_S)
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n".encode())
+        return connection
+
     def raw_get(self, path: str) -> socket.socket:
         """A raw connection that has sent a GET."""
         connection = socket.create_connection(self.address, timeout=PATIENCE_S)
