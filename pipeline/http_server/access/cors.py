@@ -26,7 +26,9 @@ MAX_AGE_S = 600
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 """What `*` in gateway.allowed_methods stands for."""
 EXPOSED = ", ".join(
-    dict.fromkeys(("X-Request-Id", "Retry-After", *(name for family in FAMILIES for name in family.own_headers)))
+    dict.fromkeys(
+        ("X-Request-Id", "Retry-After", "Warning", *(name for family in FAMILIES for name in family.own_headers))
+    )
 )
 """Headers of responses that a page may read, besides those that every page may."""
 

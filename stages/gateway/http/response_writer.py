@@ -12,7 +12,8 @@ When a response is complete, the kernel has all of it.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,6 +49,7 @@ HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
 error gets its own HTTP status; after that the client, and proxies, see that the request is alive."""
 
+_NOT_IN_WARNING = re.compile(r"[^A-Za-z0-9_.:/-]")
 _replies = WorkPool("building large replies", max_threads=2)
 """Open requests bound what waits."""
 
@@ -314,4 +316,14 @@ async def _begun(request: Request) -> None:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    return {"X-Request-Id": request.id} | request.parsed.dialect.headers(request)
+    headers = {"X-Request-Id": request.id} | request.parsed.dialect.headers(request)
+    if request.parsed.left_out:
+        headers["Warning"] = _left_out_warning(request.parsed.left_out)
+    return headers
+
+
+def _left_out_warning(types: Iterable[str]) -> str:
+    """The value of a `Warning` header (RFC 7234, section 5.5) about tools that the model did not get. The client has
+    chosen the types, so only letters, digits and a few signs of them are shown."""
+    shown = ", ".join(_NOT_IN_WARNING.sub("?", one) for one in types)
+    return f'299 - "tools that only their provider runs were left out: {shown}"'

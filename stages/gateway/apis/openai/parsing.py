@@ -30,10 +30,10 @@ from pipeline.stages.gateway.parsing.chat.conversation import (
     num_parts,
 )
 from pipeline.stages.gateway.parsing.chat.reasoning_budget import with_aliases
-from pipeline.stages.gateway.parsing.chat.tools import custom_names
+from pipeline.stages.gateway.parsing.chat.tools import custom_names, left_out_types
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.prompt_fields import (
     Prompts,
     most_ids,
@@ -96,6 +96,8 @@ def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
         shows_specials=chat.skip_special_tokens is False,
         with_reasoning=chat.include_reasoning is not False,
     )
+    if left_out := left_out_types(chat.tools):
+        parsed = msgspec.structs.replace(parsed, left_out=shown_types(left_out))
     if parsed.reply is None or not (custom := custom_names(chat.tools)):
         return parsed
     return msgspec.structs.replace(parsed, reply=msgspec.structs.replace(parsed.reply, custom=custom))

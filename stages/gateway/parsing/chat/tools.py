@@ -3,6 +3,8 @@
 function        as it is
 custom          a function with one text, see custom_tools.py: the reply has a call of type custom
 allowed_tools   the model gets only these
+
+Tools of other types, such as web_search, are run by the provider of a model: they are left out.
 """
 
 from collections.abc import Iterable, Sized
@@ -16,6 +18,8 @@ from pipeline.stages.gateway.errors import invalid, of_validation, shown, unsupp
 from pipeline.stages.gateway.parsing.chat.custom_tools import INPUT_SCHEMA, format_text
 
 T = TypeVar("T")
+RUN_BY_CLIENTS = ("function", "custom")
+"""Types of tools"""
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -56,6 +60,14 @@ class Tool(msgspec.Struct):
 
 class _Tools(msgspec.Struct):
     tools: list[Tool] | None = None
+
+
+class _Type(msgspec.Struct):
+    type: str
+
+
+class _Types(msgspec.Struct):
+    tools: list[_Type] | None = None
 
 
 class _RawTools(msgspec.Struct):
@@ -111,7 +123,7 @@ def chat_tools(raw: Raw, raw_choice: Raw, caps: Caps) -> ChatTools:
     kept = [
         _as_function(tool.custom) if tool.custom is not None and tool.type == "custom" else one
         for index, (tool, one) in enumerate(zip(tools, written, strict=True))
-        if allowed is None or index in allowed
+        if tool.named is not None and (allowed is None or index in allowed)
     ]
     if choice == "required" and not kept:
         raise invalid("tool_choice", "'tool_choice' required needs a tool in 'tool_choice.allowed_tools.tools'")
@@ -127,6 +139,13 @@ def custom_names(raw: Raw) -> list[str]:
     return [tool.custom.name for tool in tools if tool.type == "custom" and tool.custom is not None]
 
 
+def left_out_types(raw: Raw) -> list[str]:
+    """Types of the tools that the model does not get, of a body that has been checked; each as often as it is there."""
+    if bytes(raw) in (b"", b"null"):
+        return []
+    return [tool.type for tool in checked(raw, "tools", _Types).tools or [] if tool.type not in RUN_BY_CLIENTS]
+
+
 def _as_function(custom: Custom) -> _ToolOut:
     form = custom.format.grammar if custom.format is not None else None
     texts = [custom.description, None if form is None else format_text(form.syntax, form.definition)]
@@ -139,8 +158,12 @@ def _checked_tools(raw: Raw, caps: Caps) -> list[Tool]:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         at = f"tools[{index}]"
-        if tool.type not in ("function", "custom"):
-            raise unsupported(f"{at}.type", "tools are functions or custom tools")
+        if tool.type not in RUN_BY_CLIENTS:
+            if tool.function is None and tool.custom is None:
+                continue
+            raise unsupported(
+                f"{at}.type", f"'{shown(tool.type)}' is not function or custom, which this tool looks like"
+            )
         at = f"{at}.{tool.type}"
         if tool.named is None:
             raise invalid(at, f"'{at}' is required")
@@ -169,7 +192,7 @@ def _choice(raw: Raw, tools: list[Tool]) -> tuple[str, str, set[int] | None]:
         case ("none" | "auto") as choice:
             return choice, "", None
         case "required":
-            if not tools:
+            if not any(tool.named for tool in tools):
                 raise invalid("tool_choice", "'tool_choice' required is only allowed together with tools")
             return "required", "", None
         case str():
@@ -200,7 +223,7 @@ def _indices(tools: Iterable[Tool]) -> dict[tuple[str, str], int]:
 
 def _index_of(choice: _NamedChoice, at: str, indices: dict[tuple[str, str], int]) -> int:
     """The place of the tool that the choice names."""
-    if choice.type not in ("function", "custom"):
+    if choice.type not in RUN_BY_CLIENTS:
         raise unsupported(f"{at}.type", "use function or custom")
     named = choice.function if choice.type == "function" else choice.custom
     if named is None:

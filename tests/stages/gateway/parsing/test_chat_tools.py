@@ -117,7 +117,9 @@ def test_history_has_their_calls() -> None:
         ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
         ({"tools": [{"type": "custom", "custom": {"name": "find"}}, FIND]}, "tools[1].function.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [FIND | {"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tools": [PATCH], "tool_choice": {"type": "custom"}}, "tool_choice.custom"),
         ({"tools": [FIND], "tool_choice": CUSTOM}, "tool_choice"),
         ({"tools": [FIND], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
@@ -140,6 +142,29 @@ def test_history_has_their_calls() -> None:
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields)[0] == param
+
+
+def test_tools_that_only_their_provider_runs_are_left_out() -> None:
+    search = {"type": "web_search", "user_location": {"type": "approximate"}}
+    made = parsed(tools=[search, FIND, {"type": "code_interpreter"}, PATCH, search])
+    (found,) = made.prompts
+    assert isinstance(found, m.ChatPrompt) and names(found) == ["find", "apply_patch"]
+    assert made.left_out == ["code_interpreter", "web_search"]
+    assert prompt(tools=[search]).tools == "" and prompt(tools=[search], tool_choice="none").tools == ""
+    assert parsed(tools=[FIND, PATCH]).left_out == [] == parsed().left_out
+
+
+@pytest.mark.parametrize("kind", ["web_search", 'a\r\nX-Evil: "1\\', "é" * 500])
+def test_a_reply_says_what_was_left_out(kind: str, tmp_path: Path) -> None:
+    body = CHAT | {"tools": [{"type": kind}], "messages": [USER]}
+    with Gate(tmp_path, chat=ChatSettings(tool_call_parser="hermes", reasoning_parser="none")) as gate:
+        for stream in (False, True):
+            reply = gate.post(body | {"stream": stream})
+            gate.delta(gate.begin(), "Hi", finish=m.Finish.STOP)
+            warning = reply.result().headers["Warning"]
+            assert "X-Evil" not in reply.result().headers and len(warning) < 200
+            shown = warning.removeprefix('299 - "tools that only their provider runs were left out: ').removesuffix('"')
+            assert shown == kind if kind == "web_search" else "?" in shown and '"' not in shown
 
 
 TEXT = "".join(
