@@ -21,6 +21,13 @@ def put_encoded_rows(out: Tensor, encoded: Tensor, index: Tensor) -> None:
         out[is_encoded] = torch.index_select(encoded, 0, ~index[is_encoded])
 
 
+def add_encoded_rows(out: Tensor, encoded: Tensor, index: Tensor) -> None:
+    """`out[i] += encoded[~index[i]]` where the index is negative. out and encoded [R, H] float32."""
+    is_encoded = index < 0
+    if bool(is_encoded.any()):
+        out[is_encoded] += torch.index_select(encoded, 0, ~index[is_encoded])
+
+
 def take_rows_reference(table: Tensor, index: Tensor) -> Tensor:
     """The same, a row at a time."""
     return torch.stack([table[int(i)] for i in index])

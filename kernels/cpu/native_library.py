@@ -42,7 +42,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 34
+ABI_VERSION = 35
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -71,7 +71,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "activation_rows": (c_int, [c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),
     "program_delete": (None, [c_void_p]),
-    "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_float, c_void_p]),
+    "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_float, c_void_p, c_int]),
+    "program_add_encoded": (None, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "program_positions": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_int, c_void_p]),
     "program_patches": (None, [c_void_p, NativeRows, c_void_p, c_int]),
     "program_any_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeNorm), c_int, c_int]),

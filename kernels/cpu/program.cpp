@@ -26,7 +26,7 @@
 
 extern "C" {
 
-int abi_version() { return 34; }
+int abi_version() { return 35; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -107,13 +107,17 @@ Program* program_new(ThreadPool* thread_pool, const Step* step) { return new Pro
 void program_delete(Program* program) { delete program; }
 
 // With a part of the vocabulary, `table` has the rows of its ids, and other ranks compute the tokens with other ids.
-// `encoded` are the rows of the encoder cache, or null.
-void program_embed(Program* program, float* residual, const Matrix* table, float scale, const float* encoded) {
-    program->add<Embed>(residual, *table, scale, encoded, program->vocab.first, program->vocab.end());
+// `encoded` are the rows of the encoder cache, `stride` numbers apart, or null.
+void program_embed(Program* program, float* residual, const Matrix* table, float scale, const float* encoded, int stride) {
+    program->add<Embed>(residual, *table, scale, encoded, stride, program->vocab.first, program->vocab.end());
 }
 
-void program_positions(Program* program, float* residual, const Matrix* table, int offset,
-                       const int64_t* rows) {
+// Adds `width` numbers of the rows of the encoder cache, from `encoded` on.
+void program_add_encoded(Program* program, float* residual, int width, const float* encoded, int stride) {
+    program->add<AddEncoded>(residual, width, encoded, stride);
+}
+
+void program_positions(Program* program, float* residual, const Matrix* table, int offset, const int64_t* rows) {
     program->add<AddPositions>(residual, *table, offset, rows, program->vocab.first, program->vocab.end());
 }
 
@@ -324,9 +328,7 @@ void program_score(Program* program, Rows in, const Matrix* matrix, int vocab_si
 
 size_t ranks_bytes(int num) { return Ranks::bytes(num); }
 
-Ranks* ranks_new(uint8_t* memory, int rank, int num, int spins, int timeout_ms) {
-    return new Ranks(memory, rank, num, spins, timeout_ms);
-}
+Ranks* ranks_new(uint8_t* memory, int rank, int num, int spins, int ms) { return new Ranks(memory, rank, num, spins, ms); }
 void ranks_delete(Ranks* ranks) { delete ranks; }
 void ranks_set_timeout(Ranks* ranks, int timeout_ms) { ranks->set_timeout(timeout_ms); }
 
@@ -356,9 +358,7 @@ void program_barrier(Program* program, Ranks* ranks, const char* what, int layer
 // --- stages of a pipeline
 
 size_t board_bytes(int num) { return StepBoard::bytes(num); }
-StepBoard* board_new(uint8_t* memory, int rank, int spins, int timeout_ms) {
-    return new StepBoard(memory, rank, spins, timeout_ms);
-}
+StepBoard* board_new(uint8_t* memory, int rank, int spins, int ms) { return new StepBoard(memory, rank, spins, ms); }
 void board_delete(StepBoard* board) { delete board; }
 void board_set_timeout(StepBoard* board, int timeout_ms) { board->set_timeout(timeout_ms); }
 

@@ -246,6 +246,8 @@ class ProgramBuilder(ABC):
 
     last_norm: Norm | None = None
     """The norm in `sample` or `pool`; its arrays are float32 in host memory."""
+    num_encoded_layers: int = 0
+    """Behind so many first layers, `add_encoded` follows."""
 
     @abstractmethod
     def embed(self, embedding: Embedding | None) -> None:
@@ -266,6 +268,12 @@ class ProgramBuilder(ABC):
     def attention(self, weights: AttentionWeights) -> None:
         """residual += post_norm(out(attention(rotate(head_norms(qkv(norm(residual))))))) * residual_multiplier, then
         residual = residual_norm(residual). Writes the step's keys and values to the next layer's cache first."""
+
+    def add_encoded(self, layer: int) -> None:
+        """residual += numbers (layer + 1) * hidden_size and so on of a row of the encoder cache, at the positions of
+        images (DeepStack: Meng et al., 2024, arXiv:2406.04334). The layer is the one before. Only back ends that encode
+        images have it."""
+        raise NotImplementedError("this back end reads no images")
 
     @abstractmethod
     def recurrent(self, weights: RecurrentWeights) -> None:

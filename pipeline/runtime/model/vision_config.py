@@ -46,6 +46,8 @@ class Projector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The side of the squares of patches whose hidden states become their mean."""
     norm: NormKind | None = None
     """Of each patch, or of each mean."""
+    norms_squares: bool = False
+    """Whether the norm is of the numbers of all patches of a square of `merge` instead."""
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     """As in `ModelConfig`."""
@@ -72,14 +74,26 @@ class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Layers in which patches see the whole image."""
 
 
+class LayerRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the hidden states behind some layers are made into. It stands behind the embeddings in each row, and the
+    language model adds it to its hidden states behind its first layer, its second one, and so on (DeepStack: Meng et
+    al., 2024, arXiv:2406.04334)."""
+
+    layers: list[int] = []
+    """In rising order."""
+    projectors: list[Projector] = []
+    """One for each."""
+
+
 class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The configuration of a vision tower."""
 
     format: Literal[1] = 1
     encoder: ModelConfig
     """The layers. Its layout has the names of the tower's other tensors too: `vision.patches`, `vision.positions`,
-    `vision.class`, `vision.newline`, `vision.projector.norm`, and `vision.projector.0` and so on. Its weight files are
-    those that have tensors of the tower; `max_position` is the number of positions in the table."""
+    `vision.class`, `vision.newline`, `vision.projector.norm`, and `vision.projector.0` and so on; those of `layer_rows`
+    are `vision.layer_rows.0.norm` and so on. Its weight files are those that have tensors of the tower; `max_position`
+    is the number of positions in the table."""
     final_norm: bool = True
     """Whether the hidden states are normalized after the last layer."""
     image_size: int
@@ -103,10 +117,14 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     its column, each with every second frequency (Pixtral). Images may be smaller."""
     shares_frequencies: bool = False
     """Whether both halves of "rope" have the same frequencies, which are those of lines (Qwen-VL)."""
+    interpolates: bool = False
+    """Whether there is a table of positions beside "rope", in a square. It is interpolated linearly to the lines and
+    columns of an image, whose corners are those of the table."""
     windows: Windows | None = None
     """None: patches see the whole image. Only if they come as patches."""
     pixels: Pixels
     projector: Projector
+    layer_rows: LayerRows = LayerRows()
     anyres: Anyres | None = None
     """None: the rows are those of the tiles, one after the other."""
 
@@ -131,11 +149,18 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return self.projector.matrices[-1].num_outputs
 
     @property
+    def row_width(self) -> int:
+        """Numbers of a row in the encoder cache: the hidden size, and as many for each layer of `layer_rows`."""
+        return self.hidden_size * (1 + len(self.layer_rows.layers))
+
+    @property
     def num_weights(self) -> int:
         """Numbers in its matrices, and in the table of positions."""
-        config, width, found = self.encoder, self.encoder.hidden_size * self.projector.merge**2, 0
-        for matrix in self.projector.matrices:
-            found, width = found + width * matrix.num_outputs, matrix.num_outputs
+        config, found = self.encoder, 0
+        for projector in (self.projector, *self.layer_rows.projectors):
+            width = config.hidden_size * projector.merge**2
+            for matrix in projector.matrices:
+                found, width = found + width * matrix.num_outputs, matrix.num_outputs
         per_layer = 4 * config.num_heads * config.head_dim + (3 if config.gated else 2) * config.intermediate_size
         return found + config.hidden_size * (config.num_layers * per_layer + self.patch_width + config.max_position)
 

@@ -18,6 +18,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.vision_config import VisionConfig
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import Library
+from pipeline.stages.execute.cpu.program import EncodedRows
 from pipeline.stages.execute.cpu.vision import Encoding, MediaItem, VisionEncoder
 from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.rows import Take
@@ -37,8 +38,8 @@ class MediaFacts(NamedTuple):
         vision, num_bytes = VisionConfig.load(folder), settings.execute.encoder_cache_bytes
         if vision is None or not support.encodes(settings, folder):
             return cls()
-        if (num_rows := num_bytes // (vision.hidden_size * 4)) < 1:
-            raise UserError(f"execute.encoder_cache_bytes = {num_bytes}: a row takes {vision.hidden_size * 4} bytes")
+        if (num_rows := num_bytes // (vision.row_width * 4)) < 1:
+            raise UserError(f"execute.encoder_cache_bytes = {num_bytes}: a row takes {vision.row_width * 4} bytes")
         return cls(num_rows, support.max_whole_run(folder))
 
     @property
@@ -76,17 +77,23 @@ class Encodes:
         UserError as `VisionEncoder`."""
         self._is_causal = is_causal
         self.rows: FloatArray | None = None
-        """[rows, hidden_size]; None on a rank that does not encode: it only knows which positions are not its own."""
+        """[rows, row_width]; None on a rank that does not encode: it only knows which positions are not its own."""
         self._encoder: VisionEncoder | None = None
         if num_rows:
-            self.rows = np.zeros((num_rows, vision.hidden_size), np.float32)
+            self.rows = np.zeros((num_rows, vision.row_width), np.float32)
             self._encoder = VisionEncoder(settings, folder, vision, num_threads, library)
+        self._num_layers = len(vision.layer_rows.layers)
         self._coordinates = RowCoordinates(settings.schedule.max_num_seqs, vision.projector.merge) if turns else None
         self._begun: _Begun | None = None
         self.seconds = 0.0
         """That the last step's items took."""
         self._spans: dict[int, list[tuple[int, IntArray]]] = {}
         """Of this step, by row: the first position of each span, and the rows of the cache from there on."""
+
+    @property
+    def memory(self) -> EncodedRows:
+        """The rows, for the language model's program."""
+        return EncodedRows(self.rows, self._num_layers)
 
     def encode(self, step: Step, take: Take, clock: Callable[[], float]) -> None:
         """Encode the step's items, and note its spans and rows. Without items, the clock is not read."""

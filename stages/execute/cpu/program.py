@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
     from pipeline.stages.execute.cpu.ranks.group import RankGroup
     from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
+
+
+class EncodedRows(NamedTuple):
+    """The encoder cache, whose rows negative ids stand for: ~i for row i."""
+
+    rows: FloatArray | None
+    """float32 [rows, (1 + num_layers) * hidden_size]. None: this rank is not the first one, which reads them."""
+    num_layers: int = 0
+    """Behind each of so many first layers, the next `hidden_size` numbers of a row are added."""
+
+
+NOTHING_ENCODED = EncodedRows(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +55,8 @@ class ProgramPlan:
     """With these, it computes a rank's share, and meets the others at barriers."""
     part: Part | None = None
     """Its layers; None: all."""
-    encoded: FloatArray | None = None
-    """The rows of the encoder cache, float32 [rows, hidden_size], which negative ids stand for: ~i for row i. None: no
-    id is negative, or this rank is not the first."""
+    encoded: EncodedRows = NOTHING_ENCODED
+    """By default, no id is negative."""
     link: "PPLink | None" = None
     """To the other stages of a pipeline: it shows there how far it is."""
 

@@ -25,7 +25,7 @@ from pipeline.stages.execute.cpu.encodes import MediaFacts, load_encodes
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.precision import with_activations
-from pipeline.stages.execute.cpu.program import MasksLate, Program, ProgramPlan
+from pipeline.stages.execute.cpu.program import NOTHING_ENCODED, MasksLate, Program, ProgramPlan
 from pipeline.stages.execute.cpu.ranks.group import Outcome
 from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
 from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, pool_tokens, score_prompts, with_embeddings
@@ -120,7 +120,7 @@ class CpuRunner(Runner):
             kv=replace(kv, layout=kv_layout_of(kv.layout, part), touches=not kept.wakes),
             num_threads=threads_of(settings),
             swap=swapped and swapped.blocks,
-            encoded=None if self._encodes is None else self._encodes.rows,
+            encoded=NOTHING_ENCODED if self._encodes is None else self._encodes.memory,
             panels=panels,
             lora=LoraPlan.of(settings),
             ranks=ranks,

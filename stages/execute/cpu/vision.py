@@ -26,12 +26,20 @@ from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.vision.hidden_states import (
     by_windows,
     coordinates,
+    interpolate,
     normalized,
     packed,
     position_rows,
     rows_of,
 )
-from pipeline.stages.execute.vision.tower import angles_of, build, computed_config, newline_of, projector_norm
+from pipeline.stages.execute.vision.tower import (
+    angles_of,
+    build,
+    computed_config,
+    newline_of,
+    projector_norms,
+    projectors,
+)
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 if TYPE_CHECKING:
@@ -58,7 +66,7 @@ class Tile:
     pixels: PixelArray
     """uint8 [channels, height, width], or patches"""
     out: FloatArray
-    """float32 [rows, hidden_size]"""
+    """float32 [rows, row_width]"""
     grid: tuple[int, int]
     num_tokens: int
 
@@ -106,11 +114,10 @@ class VisionEncoder:
         self.program = _make(library, plan, self._patches)
         self._positions = build(vision, weights, self.program, -(-most // vision.projector.merge**2), float_format)
         self._norm, self._newline = self.program.last_norm, newline_of(vision, weights)
-        norm = projector_norm(vision, weights)
-        self._projector_norm = None if norm is None else norm.as_arrays()
+        self._projectors = list(zip(projectors(vision).values(), projector_norms(vision, weights), strict=True))
 
     def encode(self, items: Sequence[MediaItem], out: Sequence[FloatArray]) -> None:
-        """Write the rows of each item, float32 [rows, hidden_size]. Without `anyres` they are those of the tiles, one
+        """Write the rows of each item, float32 [rows, row_width]. Without `anyres` they are those of the tiles, one
         after the other. Raises ValueError for pixels or rows that the tower can't take."""
         self.begin(items, out).run(NUM_PARTS)
 
@@ -151,9 +158,9 @@ class VisionEncoder:
         self.program.close()
 
     def _tile_rows(self, item: MediaItem, out: FloatArray) -> FloatArray:
-        """Memory for the rows of the tiles, [tiles, rows of a tile, hidden_size]: `out`, unless they are packed."""
+        """Memory for the rows of the tiles, [tiles, rows of a tile, row_width]: `out`, unless they are packed."""
         num_tiles = len(item.pixels) if self.config.max_patches is None else 1
-        shape = num_tiles, self.num_tile_rows(item), self.config.hidden_size
+        shape = num_tiles, self.num_tile_rows(item), self.config.row_width
         if self.config.anyres is not None:
             return np.empty(shape, np.float32)
         num_rows = shape[0] * shape[1]
@@ -172,22 +179,37 @@ class VisionEncoder:
 
     def finish(self, tiles: list[Tile]) -> None:
         """Write the rows of some tiles, whose hidden states the program has computed."""
-        vision, class_token = self.config, int(self.config.class_token)
-        hidden, begin = self.program.residual(), 0
+        width = self.config.hidden_size
+        for i, hidden in enumerate(self._hidden_states()):
+            rows = self._projector_rows(tiles, hidden, i)
+            made, begin = self.program.projected(rows, i), 0
+            for tile in tiles:
+                tile.out[:, i * width : (i + 1) * width] = made[begin : begin + len(tile.out)]
+                begin += len(tile.out)
+
+    def _hidden_states(self) -> list[FloatArray]:
+        """What each projector reads, float32 [tokens, hidden_size of the tower]."""
+        vision, program, last = self.config, self.program, self.program.residual()
+        num, layers, width = vision.encoder.num_layers, vision.layer_rows.layers, vision.encoder.hidden_size
+        captured = program.captured() if program.captured_layers else last[:, :0]
+        behind = [last if layer + 1 == num else captured[:, i * width :][:, :width] for i, layer in enumerate(layers)]
+        return [last, *behind]
+
+    def _projector_rows(self, tiles: list[Tile], hidden: FloatArray, index: int) -> FloatArray:
+        """The rows of a projector's input, of hidden states of the tokens of some tiles."""
+        vision, class_token, begin = self.config, int(self.config.class_token), 0
+        projector, projector_norm = self._projectors[index]
         rows = []
         for tile in tiles:
             x = hidden[begin + class_token : begin + tile.num_tokens]
             if vision.windows is not None:
                 x = x[by_windows(vision, *tile.grid)[0].argsort()]
             begin += tile.num_tokens
-            if self._norm is not None:
+            if self._norm is not None and not index:
                 x = normalized(x, self._norm, vision.encoder.norm, vision.encoder.rms_norm_eps)
             by_squares = vision.max_patches is not None
-            rows.append(rows_of(x, tile.grid, vision.projector, self._projector_norm, by_squares=by_squares))
-        made, begin = self.program.projected(np.concatenate(rows)), 0
-        for tile in tiles:
-            tile.out[:] = made[begin : begin + len(tile.out)]
-            begin += len(tile.out)
+            rows.append(rows_of(x, tile.grid, projector, projector_norm, by_squares=by_squares))
+        return np.concatenate(rows)
 
     def fill(self, tiles: list[Tile]) -> None:
         """Set the step of some tiles."""
@@ -214,7 +236,9 @@ class VisionEncoder:
                 tile.pixels.reshape(-1, vision.patch_width) if has_patches else cut(tile.pixels, vision.patch_size)
             )
             self._patches.pixels[begin + class_token : end] = patches if by is None else patches[by[0]]
-            if turns:
+            if vision.interpolates and where is not None:
+                interpolate(self._positions, tile.grid, where[:, begin:end], residual[begin:end])
+            elif turns:
                 residual[begin:end] = self._positions
             else:
                 np.take(self._positions, position_rows(vision, *tile.grid), axis=0, out=residual[begin:end])

@@ -11,12 +11,14 @@ A feed-forward layer may be a mixture of experts. With `parallel`, it reads the 
 embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
 
 Inputs of a token for each layer (per-layer embeddings) are made after the embedding, and added after the feed-forward
-layer. Some layers may have a recurrent state in place of attention (gated DeltaNet, short convolutions). A model that
-does not generate ends with the last norm; BERT has none, but norms of the residual after each sum.
+layer. What a vision tower makes besides embeddings (DeepStack) is added behind the first layers. Some layers may have a
+recurrent state in place of attention (gated DeltaNet, short convolutions). A model that does not generate ends with the
+last norm; BERT has none, but norms of the residual after each sum.
 """
 
 import numpy as np
 
+from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
@@ -34,6 +36,11 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
     """Record the forward pass of a part of a model: the stage of a pipeline before the part computes the hidden states
     that it begins with. Raises UserError if a tensor is missing or has the wrong shape."""
     hidden, vocab_size = config.hidden_size, config.vocab_size
+    if not part.is_first and part.layers.start < program.num_encoded_layers:
+        raise UserError(
+            f"execute.pipeline_parallel: images change what is behind the first {program.num_encoded_layers} layers of "
+            f"{config.name}, but the first stage has fewer; set execute.pipeline_layers, or limits.max_images to 0"
+        )
     table = None
     if part.is_first or (part.is_last and config.tie_embeddings):
         table = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
@@ -41,19 +48,9 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
     if config.per_layer_inputs is not None:
         program.token_inputs(token_inputs(config, weights))
     for i in part.layers:
-        if config.parallel:
-            program.parallel(attention_weights(config, weights, i), mlp_weights(config, weights, i))
-            continue
-        if config.is_recurrent(i):
-            program.recurrent(recurrent_weights(config, weights, i))
-        else:
-            program.attention(attention_weights(config, weights, i))
-        if config.has_experts(i):
-            program.experts(experts_weights(config, weights, i))
-        else:
-            program.mlp(mlp_weights(config, weights, i))
-        if config.per_layer_inputs is not None:
-            program.per_layer(per_layer_weights(config, weights, i))
+        _layer(config, weights, program, i)
+        if i < program.num_encoded_layers:
+            program.add_encoded(i)
     if not part.is_last:
         return
     if not config.generates:
@@ -63,6 +60,22 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
     head = weights.matrix("lm_head.weight", vocab_size, hidden) if tied is None else tied
     bias = weights.vector("lm_head.bias", vocab_size) if config.head_bias else None
     program.sample(Head(norm_weights(config, weights, "model.norm"), head, bias))
+
+
+def _layer(config: ModelConfig, weights: Weights, program: ProgramBuilder, i: int) -> None:
+    if config.parallel:
+        program.parallel(attention_weights(config, weights, i), mlp_weights(config, weights, i))
+        return
+    if config.is_recurrent(i):
+        program.recurrent(recurrent_weights(config, weights, i))
+    else:
+        program.attention(attention_weights(config, weights, i))
+    if config.has_experts(i):
+        program.experts(experts_weights(config, weights, i))
+    else:
+        program.mlp(mlp_weights(config, weights, i))
+    if config.per_layer_inputs is not None:
+        program.per_layer(per_layer_weights(config, weights, i))
 
 
 def _embedding(config: ModelConfig, weights: Weights, table: AnyMatrix) -> Embedding:

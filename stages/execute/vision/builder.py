@@ -26,7 +26,11 @@ class ProjectorMatrix:
 
 
 class TowerBuilder(ProgramBuilder):
-    """Records a tower: `patches` first, then layers, `pool`, and `project` last."""
+    """Records a tower: `patches` first, then layers, `pool`, and `project` last, once for each projector."""
+
+    @abstractmethod
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states before each of these layers, in rising order. Called before any is recorded."""
 
     @abstractmethod
     def patches(self, weights: PatchWeights) -> None:
@@ -35,7 +39,7 @@ class TowerBuilder(ProgramBuilder):
 
     @abstractmethod
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
-        """The projector, which `projected` computes."""
+        """The next projector, which `projected` computes."""
 
     @abstractmethod
     def op_costs(self) -> FloatArray:
@@ -48,6 +52,6 @@ class TowerBuilder(ProgramBuilder):
         computed in their order, and meanwhile the inputs stay the same."""
 
     @abstractmethod
-    def projected(self, rows: FloatArray) -> FloatArray:
-        """The projector's results of rows, float32 [rows, outputs of the last matrix], of float32 [rows, inputs of the
+    def projected(self, rows: FloatArray, index: int = 0) -> FloatArray:
+        """A projector's results of rows, float32 [rows, outputs of the last matrix], of float32 [rows, inputs of the
         first one]. Valid until the next call."""

@@ -35,12 +35,15 @@ def rows_of(
     if projector.mean > 1:
         x = x[squares(lines, columns, projector.mean)].mean(axis=1, dtype=np.float32)
         lines, columns = lines // projector.mean, columns // projector.mean
-    if norm is not None:
+    if norm is not None and not projector.norms_squares:
         assert projector.norm is not None
         x = normalized(x, norm, projector.norm, projector.norm_eps)
     if projector.merge > 1:
         x = x if by_squares else x[squares(lines, columns, projector.merge)]
         x = x.reshape(-1, projector.merge**2 * x.shape[-1])
+    if norm is not None and projector.norms_squares:
+        assert projector.norm is not None
+        x = normalized(x, norm, projector.norm, projector.norm_eps)
     return x
 
 
@@ -61,6 +64,32 @@ def coordinates(vision: VisionConfig, lines: int, columns: int) -> LongArray:
         order = squares(lines, columns, vision.projector.merge).reshape(-1)
     found: LongArray = np.stack(np.divmod(order, columns)).astype(np.int64)
     return found
+
+
+AT_ONCE = 1024
+"""Patches whose positions are interpolated at once, so that memory is read while it is in a cache."""
+
+
+def interpolate(table: FloatArray, grid: tuple[int, int], where: LongArray, out: FloatArray) -> None:
+    """out = the positions of the patches at `where` [2, patches], of an image with a grid of so many lines and columns:
+    those of a square table [side * side, width], whose corners are the image's corners
+    (`get_vision_interpolation_indices_and_weights` in transformers)."""
+    side, low, part = math.isqrt(len(table)), [], []
+    for axis, num in zip(where, grid, strict=True):
+        points = axis.astype(np.float32) * np.float32(side - 1) / np.float32(max(num - 1, 1))
+        low.append(points.astype(np.int64))
+        part.append((points - low[-1])[:, None])
+    (top, left), (down, right) = low, part
+    bottom, end = np.minimum(top + 1, side - 1), np.minimum(left + 1, side - 1)
+    taps = (
+        (top * side + left, (1 - down) * (1 - right)),
+        (top * side + end, (1 - down) * right),
+        (bottom * side + left, down * (1 - right)),
+        (bottom * side + end, down * right),
+    )
+    for begin in range(0, len(out), AT_ONCE):
+        piece = slice(begin, begin + AT_ONCE)
+        out[piece] = sum(table[index[piece]] * factor[piece] for index, factor in taps)
 
 
 def by_windows(vision: VisionConfig, lines: int, columns: int) -> tuple[LongArray, LongArray]:

@@ -15,7 +15,7 @@ from pipeline.kernels.step_angles import StepAngles
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, FloatFormat, StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.runtime.model.vision_config import VisionConfig
+from pipeline.runtime.model.vision_config import Projector, VisionConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
@@ -45,6 +45,7 @@ def build(
     multiplied. Returns what is added to the hidden state of each position, float32 [positions, hidden_size]. Raises
     UserError if a tensor is missing or has the wrong shape."""
     config, computed = vision.encoder, computed_config(vision)
+    program.capture(tuple(layer + 1 for layer in vision.layer_rows.layers if layer + 1 < config.num_layers))
     patches = _patch_weights(vision, weights, to)
     program.patches(patches)
     for i in range(config.num_layers):
@@ -56,7 +57,8 @@ def build(
         program.attention(attention)
         program.mlp(mlp_weights(config, weights, i))
     program.pool(norm_weights(config, weights, "model.norm") if vision.final_norm else None)
-    program.project(_projector(vision, weights), max_num_rows)
+    for name, projector in projectors(vision).items():
+        program.project(_matrices(vision, projector, weights, name), max_num_rows)
     return _positions(vision, weights, np.asarray(patches.linear.bias))
 
 
@@ -81,7 +83,7 @@ def _patch_weights(vision: VisionConfig, weights: Weights, to: FloatFormat) -> P
 
 def _positions(vision: VisionConfig, weights: Weights, patch_bias: FloatArray) -> FloatArray:
     """A class token also gets its embedding, and loses the bias that all tokens get."""
-    if vision.positions == "rope":
+    if vision.positions == "rope" and not vision.interpolates:
         return np.zeros((1, vision.encoder.hidden_size), np.float32)
     table = weights.floats("vision.positions.weight", (vision.encoder.max_position, vision.encoder.hidden_size))
     if vision.class_token:
@@ -91,14 +93,24 @@ def _positions(vision: VisionConfig, weights: Weights, patch_bias: FloatArray) -
     return table
 
 
-def projector_norm(vision: VisionConfig, weights: Weights) -> Norm | None:
-    """The projector's norm."""
-    projector, hidden = vision.projector, vision.encoder.hidden_size
-    if projector.norm is None:
-        return None
-    weight = weights.vector("vision.projector.norm.weight", hidden) + projector.norm_offset
-    has_bias = projector.norm == "layer"
-    return Norm(weight, weights.vector("vision.projector.norm.bias", hidden) if has_bias else None)
+def projectors(vision: VisionConfig) -> dict[str, Projector]:
+    """The projectors by the names of their tensors, in the order of their results in a row."""
+    of_layers = {f"vision.layer_rows.{i}": one for i, one in enumerate(vision.layer_rows.projectors)}
+    return {"vision.projector": vision.projector, **of_layers}
+
+
+def projector_norms(vision: VisionConfig, weights: Weights) -> list[Norm | None]:
+    """The norm of each projector, in host memory."""
+    found: list[Norm | None] = []
+    for name, projector in projectors(vision).items():
+        if projector.norm is None:
+            found.append(None)
+            continue
+        width = vision.encoder.hidden_size * (projector.merge**2 if projector.norms_squares else 1)
+        weight = weights.vector(f"{name}.norm.weight", width) + projector.norm_offset
+        bias = weights.vector(f"{name}.norm.bias", width) if projector.norm == "layer" else None
+        found.append(Norm(weight, bias).as_arrays())
+    return found
 
 
 def newline_of(vision: VisionConfig, weights: Weights) -> FloatArray | None:
@@ -121,13 +133,13 @@ def angles_of(vision: VisionConfig, max_num_tokens: int) -> StepAngles | None:
     return StepAngles(*rope_table(turning, vision.side), axes, max_num_tokens)
 
 
-def _projector(vision: VisionConfig, weights: Weights) -> tuple[ProjectorMatrix, ...]:
-    width, found = vision.encoder.hidden_size * vision.projector.merge**2, []
-    for i, matrix in enumerate(vision.projector.matrices):
-        name, outputs = f"vision.projector.{i}", matrix.num_outputs
+def _matrices(vision: VisionConfig, projector: Projector, weights: Weights, prefix: str) -> tuple[ProjectorMatrix, ...]:
+    width, found = vision.encoder.hidden_size * projector.merge**2, []
+    for i, matrix in enumerate(projector.matrices):
+        name, outputs = f"{prefix}.{i}", matrix.num_outputs
         bias = weights.vector(f"{name}.bias", outputs) if matrix.bias else None
         stored = weights.matrix(f"{name}.weight", outputs, width)
-        if i == 0 and vision.projector.by_number:
+        if i == 0 and projector.by_number:
             order = np.arange(width).reshape(vision.encoder.hidden_size, -1).T.reshape(-1)
             stored = _take(stored, order, rows=False)
         found.append(ProjectorMatrix(Linear((stored,), bias), matrix.activation))

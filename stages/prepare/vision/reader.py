@@ -13,8 +13,9 @@ from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.shape import check_shape
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.vision.families import FAMILIES, NAMES, NotServed, Source
+from pipeline.stages.prepare.vision.families import FAMILIES
 from pipeline.stages.prepare.vision.tensors import missing_tensor, with_names_of
+from pipeline.stages.prepare.vision.tower_source import NAMES, NotServed, Source
 from pipeline.stages.prepare.weights.tensors import Found
 
 

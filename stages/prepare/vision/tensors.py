@@ -5,7 +5,7 @@ from collections.abc import Container
 import msgspec
 
 from pipeline.runtime.model.model_config import Layout
-from pipeline.runtime.model.vision_config import VisionConfig
+from pipeline.runtime.model.vision_config import Projector, VisionConfig
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.weights.feed_forward_shapes import norm_shapes
@@ -26,7 +26,7 @@ def tower_shapes(vision: VisionConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"vision.patches.weight": (hidden, vision.num_channels, *frames, size, size)}
     if vision.patch_bias:
         shapes["vision.patches.bias"] = (hidden,)
-    if vision.positions != "rope":
+    if vision.positions != "rope" or vision.interpolates:
         shapes["vision.positions.weight"] = (config.max_position, hidden)
     if vision.class_token:
         shapes["vision.class.weight"] = (hidden,)
@@ -38,14 +38,22 @@ def tower_shapes(vision: VisionConfig) -> dict[str, Shape]:
         shapes |= layer_shapes(config, layer)
     if vision.final_norm:
         shapes |= norm_shapes(config, "model.norm")
+    shapes |= _projector_shapes(projector, hidden, "vision.projector")
+    for i, one in enumerate(vision.layer_rows.projectors):
+        shapes |= _projector_shapes(one, hidden, f"vision.layer_rows.{i}")
+    return shapes
+
+
+def _projector_shapes(projector: Projector, hidden: int, name: str) -> dict[str, Shape]:
+    width = hidden * projector.merge**2
+    shapes: dict[str, Shape] = {}
     if projector.norm is not None:
         kinds = ("weight", "bias") if projector.norm == "layer" else ("weight",)
-        shapes |= {f"vision.projector.norm.{kind}": (hidden,) for kind in kinds}
-    width = hidden * projector.merge**2
+        shapes = {f"{name}.norm.{kind}": (width if projector.norms_squares else hidden,) for kind in kinds}
     for i, matrix in enumerate(projector.matrices):
-        shapes[f"vision.projector.{i}.weight"] = (matrix.num_outputs, width)
+        shapes[f"{name}.{i}.weight"] = (matrix.num_outputs, width)
         if matrix.bias:
-            shapes[f"vision.projector.{i}.bias"] = (matrix.num_outputs,)
+            shapes[f"{name}.{i}.bias"] = (matrix.num_outputs,)
         width = matrix.num_outputs
     return shapes
 

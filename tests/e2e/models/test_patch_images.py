@@ -84,9 +84,9 @@ BODIES = [
 """Together, they do not fit into the memory of some servers."""
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("images"), Family("qwen2_vl", {}, {}))[1]
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl, deepstack"])
+def source(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("images"), Family(request.param, {}, {}))[1]
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def test_embeddings_are_scaled_and_get_positions(library: ctypes.CDLL) -> None:
     table, positions = random_matrix(7, 20, 64, "bf16"), random_matrix(8, 12, 64, "bf16")
     with recording(library) as r:
         residual = r.floats(np.zeros((4, 64)))
-        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 2.5, None)
+        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 2.5, None, 0)
         library.program_positions(r.program, residual.ctypes.data, r.pack(positions), 2, r.inputs.positions.ctypes.data)
         r.fill([(0, 3), (7, 1)])
         r.inputs.ids[:4] = [5, 19, 0, 7]

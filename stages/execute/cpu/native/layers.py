@@ -13,6 +13,7 @@ from pipeline.stages.execute.cpu.native.lora import NativeLora
 from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, rows_of
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
+from pipeline.stages.execute.cpu.program import EncodedRows
 from pipeline.stages.execute.layers.recurrent import recurrent_width
 from pipeline.stages.execute.program import AnyMatrix, Linear, Norm
 from pipeline.stages.execute.ranks.share import Share
@@ -122,6 +123,14 @@ class NativeLayers:
             self.norm_branch(post_norm)
         else:
             self.add_branch(post_norm, f"{what} norm", scale)
+
+    def add_encoded(self, encoded: EncodedRows, layer: int) -> None:
+        """residual += what rows of the encoder cache have for the positions behind a layer"""
+        if (rows := encoded.rows) is not None:
+            width, stride = self._config.hidden_size, rows.shape[1]
+            first = rows.ctypes.data + 4 * (layer + 1) * width
+            self._library.program_add_encoded(self._program, self._residual, width, first, stride)
+        self.barrier("encoded")
 
     def norm_residual(self, norm: Norm | None, what: str) -> None:
         """residual = norm(residual)"""

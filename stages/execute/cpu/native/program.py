@@ -74,7 +74,7 @@ class NativeProgram(Program):
         self._library = library
         self._config = config
         self._inputs, self._sampling_inputs, self._scores = inputs, plan.sampling_inputs, plan.scores
-        self._encoded = None if plan.encoded is None else plan.encoded.ctypes.data
+        self._encoded, self.num_encoded_layers = plan.encoded, plan.encoded.num_layers
         self._scoring: int | None = None
         self._thread_pool = native_library.ThreadPool(library, num_threads)
         self._panels = None if plan.panels is None else PanelStore(library, self._thread_pool, plan.panels)
@@ -131,7 +131,8 @@ class NativeProgram(Program):
             return
         config, library, table = self._config, self._library, embedding.table
         self._table = table, self._memory.pack((table,), rows_of(self._share.vocab))
-        library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale, self._encoded)
+        encoded = (None, 0) if (cache := self._encoded.rows) is None else (cache.ctypes.data, cache.shape[1])
+        library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale, *encoded)
         if embedding.positions is not None:
             positions = self._memory.pack((embedding.positions,))
             rows = self._inputs.position_rows.ctypes.data
@@ -153,6 +154,9 @@ class NativeProgram(Program):
         self._norms.emit_before(self._handle, weights.norm, read)
         self._attention.emit(weights)
         self._layers.norm_residual(weights.residual_norm, "o norm")
+
+    def add_encoded(self, layer: int) -> None:
+        self._layers.add_encoded(self._encoded, layer)
 
     def recurrent(self, weights: RecurrentWeights) -> None:
         assert self._recurrent is not None

@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,15 +16,21 @@ from pipeline.stages.execute.cpu.program import ProgramPlan
 from pipeline.stages.execute.vision.builder import PatchWeights, ProjectorMatrix, TowerBuilder
 
 
+class _Projector(NamedTuple):
+    program: int
+    given: tuple[int, int]
+    """Address and width of its inputs."""
+    out: tuple[int, int]
+    """The same of its results."""
+
+
 class NativeTower(NativeProgram, TowerBuilder):
-    """The layers are those of an encoder; the projector is a second program, of other rows."""
+    """The layers are those of an encoder; a projector is a program of its own, of other rows."""
 
     def __init__(self, library: ctypes.CDLL, isa: str, plan: ProgramPlan, patches: PatchInputs) -> None:
         super().__init__(library, isa, plan)
         self._patches = patches
-        self._projector: int | None = None
-        self._projected = 0, 0
-        """Address and width."""
+        self._projectors: list[_Projector] = []
 
     def patches(self, weights: PatchWeights) -> None:
         library, memory, linear = self._library, self._memory, weights.linear
@@ -36,12 +43,10 @@ class NativeTower(NativeProgram, TowerBuilder):
 
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
         library, memory = self._library, self._memory
-        program = self._projector = library.program_new(
-            self._thread_pool.handle, ctypes.byref(step_arrays(self._inputs))
-        )
+        program = library.program_new(self._thread_pool.handle, ctypes.byref(step_arrays(self._inputs)))
         width = matrices[0].linear.matrices[0].num_columns
-        self._given = memory.floats(max_num_rows, width), width
-        values, none = self._given[0], self._norms.native_norm(None)
+        given = memory.floats(max_num_rows, width), width
+        values, none = given[0], self._norms.native_norm(None)
         for matrix in matrices:
             (weight,) = matrix.linear.matrices
             form, outputs = memory.form(weight), weight.num_rows
@@ -58,7 +63,7 @@ class NativeTower(NativeProgram, TowerBuilder):
                     program, out, True, products, len(products), kind, outputs, native.NativeXieluForm()
                 )
             width = outputs
-        self._projected = values, width
+        self._projectors.append(_Projector(program, given, (values, width)))
 
     def op_costs(self) -> FloatArray:
         flops: FloatArray = np.array([one for _, one, _ in self.costs()], np.float32)
@@ -69,16 +74,15 @@ class NativeTower(NativeProgram, TowerBuilder):
         inputs = self._inputs
         self._library.program_run_ops(self._handle, inputs.num_tokens, inputs.num_rows, first, end)
 
-    def projected(self, rows: FloatArray) -> FloatArray:
-        address, width = self._given
+    def projected(self, rows: FloatArray, index: int = 0) -> FloatArray:
+        program, (address, width), (found, num_outputs) = self._projectors[index]
         floats_at(address, len(rows), width)[:] = rows
-        self._library.program_run(self._projector, len(rows), 0, 0)
-        return floats_at(self._projected[0], len(rows), self._projected[1])
+        self._library.program_run(program, len(rows), 0, 0)
+        return floats_at(found, len(rows), num_outputs)
 
     def close(self) -> None:
-        if self._projector is not None:
-            self._library.program_delete(self._projector)
-            self._projector = None
+        while self._projectors:
+            self._library.program_delete(self._projectors.pop().program)
         super().close()
 
 

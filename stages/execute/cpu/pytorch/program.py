@@ -17,7 +17,7 @@ from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.sampling.logprobs import write_logprobs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.kernels.take_rows import put_encoded_rows, take_known_rows
+from pipeline.kernels.take_rows import add_encoded_rows, put_encoded_rows, take_known_rows
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, gate_up
@@ -65,7 +65,10 @@ class TorchProgram(Program):
         self._attention = TorchAttention(ops, calls, plan)
         self._memory, self.kv = self._attention.memory, self._attention.kv
         self._lora = None if lora is None else TorchLora(lora, config, inputs)
-        self._encoded = plan.encoded
+        encoded = plan.encoded.rows
+        self._encoded = None if encoded is None else torch.split(torch.from_numpy(encoded), config.hidden_size, 1)
+        """Embeddings, and what is added behind the first layers."""
+        self.num_encoded_layers = plan.encoded.num_layers
         self._swapped = None if plan.swap is None else ops.kv_swap(torch.from_numpy(plan.swap), self._memory)
         self._sampler, self._scores = Sampler(ops, plan.sampling_inputs), plan.scores
         self._head: Tensor | None = None
@@ -111,7 +114,7 @@ class TorchProgram(Program):
         if config.embedding_scale != 1:
             calls.add(ops.scale, self._residual, config.embedding_scale)
         if self._encoded is not None:
-            calls.add(put_encoded_rows, self._residual, torch.from_numpy(self._encoded), calls.ids)
+            calls.add(put_encoded_rows, self._residual, self._encoded[0], calls.ids)
         if embedding.positions is not None:
             learned = as_matrix(embedding.positions).dequantize(ops.dtype)[config.position_offset :]
             calls.add(ops.take_rows, self._x, learned, calls.position_rows)
@@ -139,6 +142,10 @@ class TorchProgram(Program):
         self._norm(self._x, self._residual, weights.norm)
         self._attend(self._x, self._x, weights)
         self._add(self._x, weights.post_norm, weights.residual_norm)
+
+    def add_encoded(self, layer: int) -> None:
+        if self._encoded is not None:
+            self._calls.add(add_encoded_rows, self._residual, self._encoded[layer + 1], self._calls.ids)
 
     def recurrent(self, weights: RecurrentWeights) -> None:
         assert self._recurrent is not None

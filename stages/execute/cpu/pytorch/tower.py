@@ -18,7 +18,7 @@ class TorchTower(TorchProgram, TowerBuilder):
     def __init__(self, plan: ProgramPlan, patches: PatchInputs) -> None:
         super().__init__(plan)
         self._patches = patches
-        self._projector: list[tuple[Tensor, Tensor | None, str | None]] = []
+        self._projectors: list[list[tuple[Tensor, Tensor | None, str | None]]] = []
 
     def patches(self, weights: PatchWeights) -> None:
         self.embed(None)
@@ -30,7 +30,7 @@ class TorchTower(TorchProgram, TowerBuilder):
         self._add(self._x, None, weights.norm)
 
     def project(self, matrices: tuple[ProjectorMatrix, ...], max_num_rows: int) -> None:
-        self._projector = [(*self._linear(matrix.linear), matrix.activation) for matrix in matrices]
+        self._projectors.append([(*self._linear(matrix.linear), matrix.activation) for matrix in matrices])
 
     def op_costs(self) -> FloatArray:
         return np.ones(len(self._calls.calls), np.float32)
@@ -39,11 +39,11 @@ class TorchTower(TorchProgram, TowerBuilder):
         with torch.inference_mode():
             self._calls.run(first, end)
 
-    def projected(self, rows: FloatArray) -> FloatArray:
+    def projected(self, rows: FloatArray, index: int = 0) -> FloatArray:
         ops = self._ops
         with torch.inference_mode():
             x = torch.from_numpy(rows).to(ops.dtype)
-            for weight, bias, activation in self._projector:
+            for weight, bias, activation in self._projectors[index]:
                 out = x.new_empty(len(x), len(weight))
                 ops.linear(out, x, weight, bias)
                 if activation is not None:

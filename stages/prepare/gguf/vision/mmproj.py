@@ -26,8 +26,9 @@ from pipeline.stages.prepare.media.model_files import MediaFault, ModelFiles
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.vision.families import FAMILIES, NotServed, Source
+from pipeline.stages.prepare.vision.families import FAMILIES
 from pipeline.stages.prepare.vision.tensors import tower_shapes
+from pipeline.stages.prepare.vision.tower_source import NotServed, Source
 from pipeline.stages.prepare.weights.tensors import Shape
 from pipeline.stages.prepare.weights.weight_file import Stored, write_weights
 

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.metadata import Metadata, shortest
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.vision.families import NotServed
 from pipeline.stages.prepare.vision.tower_defaults import CLIP, PIXTRAL, SIGLIP_KIND
+from pipeline.stages.prepare.vision.tower_source import NotServed
 
 V = "clip.vision."
 SIZES = {

@@ -30,7 +30,7 @@ def test_an_embedding_is_exactly_its_row(library: ctypes.CDLL, format: Format) -
     ids = np.array([0, 36, 15, 16, 17, 36, 3, 31, 32], np.int32)
     with recording(library, threads=2) as r:
         residual = r.floats(np.full((9, width), np.nan))
-        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 1.0, None)
+        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 1.0, None, 0)
         r.fill([(0, 4), (7, 5)], ids=ids)
         assert r.run() == 0
     np.testing.assert_array_equal(residual, exact(table)[ids])
@@ -42,11 +42,27 @@ def test_negative_ids_are_rows_of_the_encoder_cache(library: ctypes.CDLL, format
     ids = np.array([~0, 36, 0, ~19, ~7, 3], np.int32)
     with recording(library, threads=2) as r:
         residual, cache = r.floats(np.full((6, width), np.nan)), r.floats(encoded)
-        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 2.0, cache.ctypes.data)
+        library.program_embed(r.program, residual.ctypes.data, r.pack(table), 2.0, cache.ctypes.data, cache.shape[1])
         r.fill([(0, 4), (7, 2)], ids=ids)
         assert r.run() == 0
     np.testing.assert_array_equal(residual[ids < 0], encoded[[0, 19, 7]])
     np.testing.assert_array_equal(residual[ids >= 0], exact(table)[[36, 0, 3]] * np.float32(2))
+
+
+def test_parts_of_rows_of_the_encoder_cache_are_added(library: ctypes.CDLL) -> None:
+    encoded, before = random(1, 20, 3, 70).astype(np.float32), random(2, 6, 70)
+    ids = np.array([~0, 36, 0, ~19, ~7, 3], np.int32)
+    with recording(library, threads=2) as r:
+        residual, cache = r.floats(before), r.floats(encoded)
+        for part in (1, 2):
+            first = cache.ctypes.data + part * 70 * 4
+            library.program_add_encoded(r.program, residual.ctypes.data, 70, first, 3 * 70)
+        r.fill([(0, 4), (7, 2)], ids=ids)
+        assert r.run() == 0
+    expected = before.astype(np.float32)
+    for part in (1, 2):
+        expected[ids < 0] += encoded[[0, 19, 7], part]
+    np.testing.assert_array_equal(residual, expected)
 
 
 @pytest.mark.parametrize("width", [2, 30, 64, 80, 226, 576])

@@ -92,7 +92,7 @@ def qwen(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Qwen:
 @pytest.fixture(params=["torch", *available()])
 def driver(request: Any, qwen: Qwen) -> Iterator[Driver]:
     dtype = "float32" if request.param == "torch" else "bfloat16"
-    with closing(driver_of(qwen, request.param, dtype, num_bytes=64 * 4 * 64)) as found:  # type: ignore[arg-type]
+    with closing(driver_of(qwen, request.param, dtype, num_bytes=3 * 64 * 4 * 64)) as found:  # type: ignore[arg-type]
         yield found
 
 

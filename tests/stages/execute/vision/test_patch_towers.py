@@ -4,16 +4,21 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from pipeline.errors import UserError
 from pipeline.kernels.cpu.isa import available
 from pipeline.media import processors
 from pipeline.media.config import MediaConfig, load
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.vision import MediaItem, VisionEncoder
+from pipeline.stages.execute.models import decoder
+from pipeline.stages.execute.ranks.layer_split import Part
 from tests.stages.execute.driver import settings
 from tests.stages.execute.vision.tiny_towers import QWEN, Variant, encoder, images, make, normalized, prepared, save
 
@@ -43,7 +48,8 @@ class Tower:
         patches = normalized(item.pixels)[:, :, None].expand(-1, -1, frames, -1, -1).reshape(num, -1)
         with torch.inference_mode():
             found = self.model.get_image_features(patches, torch.tensor([item.grid]))
-        return torch.cat(list(found.pooler_output)).numpy()
+        parts = [found.pooler_output, *getattr(found, "deepstack_features", ())]
+        return torch.cat([torch.cat(list(one)) for one in parts], dim=1).numpy()
 
 
 @pytest.fixture(scope="module", params=QWEN)
@@ -59,7 +65,7 @@ def computed(request: Any, tower: Tower) -> Iterator[VisionEncoder]:
 
 
 def encode(computed: VisionEncoder, *items: MediaItem) -> list[np.ndarray]:
-    width = computed.config.hidden_size
+    width = computed.config.row_width
     out = [np.full((computed.num_tile_rows(item), width), np.nan, np.float32) for item in items]
     computed.encode(items, out)
     return out
@@ -84,6 +90,16 @@ def test_rows_have_the_same_bits_in_a_batch(tower: Tower, computed: VisionEncode
     backwards = encode(computed, *items[::-1])[::-1]
     for one, two, three in zip(alone, together, backwards, strict=True):
         assert np.array_equal(one, two) and np.array_equal(one, three)
+
+
+def test_a_stage_behind_the_first_adds_nothing_of_images(tmp_path: Path) -> None:
+    folder = Tower(tmp_path, QWEN["qwen3_vl, deepstack"]).folder
+    program = Mock(num_encoded_layers=2)
+    config, weights = ModelConfig.load(folder), Mock()
+    with pytest.raises(UserError, match=r"the first 2 layers of .*, but the first stage has fewer; set execute\.pipel"):
+        decoder.build(config, weights, program, Part(range(1, 3), is_first=False))
+    decoder.build(config, weights, program, Part(range(2, 3), is_first=False, is_last=False))
+    assert not program.add_encoded.called and program.attention.called
 
 
 def test_what_a_tower_cannot_take_is_named(tower: Tower, computed: VisionEncoder) -> None:

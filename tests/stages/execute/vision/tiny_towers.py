@@ -175,6 +175,13 @@ def make(variant: Variant, seed: int = 0) -> Any:
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 48 * 80}
 QWEN_VISION = {"depth": 3, "num_heads": 3, "patch_size": 8, "hidden_size": 48}
+QWEN3_VISION = {**QWEN_VISION, "intermediate_size": 96, "out_hidden_size": 64, "num_position_embeddings": 25}
+QWEN3_TEXT = {
+    **TEXT,
+    "model_type": "qwen3_vl_text",
+    "head_dim": 16,
+    "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
 QWEN: dict[str, Variant] = {
     "qwen2_vl": Variant(
         "qwen2_vl",
@@ -211,6 +218,18 @@ QWEN: dict[str, Variant] = {
             "fullatt_block_indexes": [0, 2],
         },
         {"text_config": {**TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}},
+        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+    ),
+    "qwen3_vl": Variant(
+        "qwen3_vl",
+        {**QWEN3_VISION, "deepstack_visual_indexes": [0]},
+        {"text_config": QWEN3_TEXT},
+        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+    ),
+    "qwen3_vl, deepstack": Variant(
+        "qwen3_vl",
+        {**QWEN3_VISION, "num_heads": 2, "deepstack_visual_indexes": [0, 2]},
+        {"text_config": {**QWEN3_TEXT, "num_hidden_layers": 3}},
         processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
     ),
 }

@@ -140,11 +140,14 @@ def test_what_is_valid_but_not_supported_is_noted(tmp_path: Path, changes: dict[
         ("num_heads", 5, r"vision_config\.hidden_size is 48; it must be a multiple of num_attention_heads = 5"),
         ("depth", "3", r"vision_config\.depth is '3'; it must be of type int"),
         ("window_size", 15, r"vision_config\.window_size is 15; it must be at least 16"),
+        ("num_position_embeddings", 24, r"vision_config\.num_position_embeddings is 24; it must be a square"),
+        ("deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\]; it must be a list of some of the 3 la"),
+        ("deepstack_visual_indexes", [1, 0], r"is \[1, 0\]; .* in rising order"),
         ("fullatt_block_indexes", [True], r"vision_config\.fullatt_block_indexes is \[True\]; it must be a list of la"),
     ],
 )
 def test_a_wrong_value_of_a_tower_for_patches_is_named(tmp_path: Path, key: str, value: Any, words: str) -> None:
-    variant = QWEN["qwen2_5_vl"]
+    variant = QWEN["qwen3_vl" if key in ("num_position_embeddings", "deepstack_visual_indexes") else "qwen2_5_vl"]
     source = save(tmp_path, variant, make(variant))
     config = json.loads((source / "config.json").read_text())
     checkpoints.edit_config(source, vision_config={**config["vision_config"], key: value})
