@@ -46,6 +46,7 @@ def contradictions(settings: Settings) -> list[str]:
 def _gateway_problems(settings: Settings) -> list[str]:
     gateway = settings.gateway
     shared = {"max_open_sequences": 1, "max_open_tokens": 1, "max_open_bytes": MIN_OPEN_BYTES}
+    shared["max_open_media_bytes"] = MIN_OPEN_BYTES
     problems = [
         f"gateway.replicas: {gateway.replicas} gateways share gateway.{key} = {getattr(gateway, key)} equally, and "
         f"each needs {least} at least"

@@ -49,6 +49,16 @@ class GatewaySettings(Frozen, frozen=True):
             "it, the largest requests but the oldest wait. Replicas have equal shares.",
         ),
     ] = 256 * 1024**2
+    max_open_media_bytes: Annotated[
+        int,
+        Meta(
+            ge=2**20,
+            le=MAX_BYTES,
+            description="Maximum size of the encoded images that open requests keep, in bytes, in all processes "
+            "together. Requests with images beyond the limit get 503 at once, but one is accepted if no other with "
+            "images is open. Replicas have equal shares.",
+        ),
+    ] = 256 * 1024**2
     request_timeout_s: Annotated[
         float,
         Meta(

@@ -70,6 +70,9 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
         sum(c.num_open_bytes for c in gateways),
     )
     yield gauge("pipeline_max_open_bytes", "Limit of open bytes.", {}, sum(c.max_open_bytes for c in gateways))
+    num_media, max_media = (sum(getattr(c, f"{name}_open_media_bytes") for c in gateways) for name in ("num", "max"))
+    yield gauge("pipeline_open_media_bytes", "Encoded images that open requests keep in all processes.", {}, num_media)
+    yield gauge("pipeline_max_open_media_bytes", "Limit of open bytes of images.", {}, max_media)
     yield gauge(
         "pipeline_requests_preempted",
         "Requests that wait for room in the limit of open bytes, after some output.",

@@ -78,8 +78,7 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     num_timed_out: int = 0
     """Requests that ended at their deadline."""
     num_open_bytes: int = 0
-    """What open requests keep in all processes; see stages/gateway/admission/open_bytes.py. Also replies that
-    clients have not taken."""
+    """What open requests keep in all processes (open_bytes.py), and replies that clients have not taken."""
     max_open_bytes: int = 0
     """This gateway's share of `gateway.max_open_bytes`."""
     num_preempted: int = 0
@@ -94,6 +93,8 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """By task, besides generate: requests, and inputs that were computed and their tokens."""
     num_given_up: int = 0
     """Replies and backlogs of streams that clients took too slowly while others needed their room."""
+    num_open_media_bytes: int = 0  # encoded images
+    max_open_media_bytes: int = 0
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

@@ -227,6 +227,11 @@ def max_open_bytes_of_one(settings: Settings) -> int:
     return settings.gateway.max_open_bytes // settings.gateway.replicas
 
 
+def max_open_media_bytes_of_one(settings: Settings) -> int:
+    """Maximum size of the images that the open requests of one gateway keep, in bytes; a fixed share too."""
+    return settings.gateway.max_open_media_bytes // settings.gateway.replicas
+
+
 def row(name: str) -> StageRow:
     return next(stage for stage in TOPOLOGY if stage.name == name)
 

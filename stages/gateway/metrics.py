@@ -100,6 +100,8 @@ class GatewayMetrics:
             num_timed_out=self.num_timed_out,
             num_open_bytes=admission.num_bytes + num_unread_bytes,
             max_open_bytes=admission.max_bytes,
+            num_open_media_bytes=admission.media.num_bytes,
+            max_open_media_bytes=admission.media.max_bytes,
             num_preempted=admission.num_preempted,
             num_preemptions=self.num_preemptions,
             num_overloaded_by_size=self.num_overloaded_by_size,

@@ -331,6 +331,7 @@ class GatewayStage:
         in each turn; the supervisor's pings come once a second."""
         admission = self.requests.admission
         fits = admission.num_sequences <= admission.max_sequences and admission.num_bytes <= admission.max_bytes
+        fits &= admission.media.num_bytes <= admission.media.max_bytes
         if self._rescaling is not None and fits:
             self._stage.reconnected(self._rescaling)
             self._rescaling = None

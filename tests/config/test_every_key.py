@@ -79,6 +79,9 @@ EFFECTS = {
     "gateway.max_open_bytes": (
         "tests/stages/gateway/admission/test_preemption.py::test_new_requests_get_503_while_the_limit_is_reached"
     ),
+    "gateway.max_open_media_bytes": (
+        "tests/stages/gateway/admission/test_media_admission.py::test_images_that_wait_have_a_limit_by_name"
+    ),
     "gateway.request_timeout_s": (
         "tests/stages/gateway/admission/test_deadlines.py::TestDeadlineSource::test_the_servers_deadline_is_the_default"
     ),

@@ -230,6 +230,8 @@ class ServerApi:
             max_open_tokens=admission.max_tokens,
             open_bytes=admission.num_bytes + self._requests.unread.num_bytes,
             max_open_bytes=admission.max_bytes,
+            open_media_bytes=admission.media.num_bytes,
+            max_open_media_bytes=admission.media.max_bytes,
         )
 
     async def abort_requests(self, http_request: web.Request) -> web.StreamResponse:

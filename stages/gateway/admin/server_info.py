@@ -80,6 +80,8 @@ class ServerLoad(msgspec.Struct):
         int, Meta(description="What these requests, and replies that clients have not read yet, keep in all processes.")
     ]
     max_open_bytes: int
+    open_media_bytes: Annotated[int, Meta(description="Encoded images that these requests keep in all processes.")]
+    max_open_media_bytes: int
 
 
 class Version(msgspec.Struct):

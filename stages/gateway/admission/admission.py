@@ -12,12 +12,12 @@ request can always end, whatever the others keep. Output may exceed the limit by
 preempted (preemption.py).
 """
 
-import math
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import topology
+from pipeline.stages.gateway.admission.end_rates import Amounts, EndRates
+from pipeline.stages.gateway.admission.media_admission import MediaAdmission
 from pipeline.stages.gateway.errors import ApiError, overloaded
 
 if TYPE_CHECKING:
@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from pipeline.stages.gateway.open_requests.request import Request
 
 ID_BYTES = 4
-WINDOW_S = 30.0
-"""Time over which the rate of ending requests is measured."""
-MAX_ENDS = 256
-"""Ends of requests that are kept for this."""
-MIN_RETRY_S, MAX_RETRY_S = 1, 60
-"""Bounds of Retry-After."""
-
-
-class _End(NamedTuple):
-    at_s: float
-    num_sequences: int
-    num_tokens: int
-    num_bytes: int
-
-
 NO_LIMIT = 2**62
 BASE_PART = 4
 """The part of the bytes, a quarter, that open requests may have without their output."""
@@ -62,8 +47,9 @@ class Admission:
         """The part of `num_bytes` that is there without output."""
         self.num_preempted = 0
         """Requests that wait for room in the limit of bytes; see preemption.py."""
-        self._busy_since_s = 0.0
-        self._ends: deque[_End] = deque(maxlen=MAX_ENDS)
+        self.media = MediaAdmission()
+        """Of the requests with images among them."""
+        self._rates = EndRates()
 
     @classmethod
     def of(cls, settings: Settings) -> "Admission":
@@ -77,6 +63,7 @@ class Admission:
         self.max_sequences = topology.max_open_of_one(settings)
         self.max_tokens = topology.max_open_tokens_of_one(settings)
         self.max_bytes = topology.max_open_bytes_of_one(settings)
+        self.media.rescale(self.max_sequences, self.max_tokens, topology.max_open_media_bytes_of_one(settings))
 
     @property
     def max_base_bytes(self) -> int:
@@ -149,7 +136,7 @@ class Admission:
     ) -> None:
         """A prompt request was opened."""
         if not self.num_sequences:
-            self._busy_since_s = now_s
+            self._rates.begin(now_s)
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
         self.change_bytes(num_bytes + num_output_bytes, num_bytes)
@@ -199,7 +186,7 @@ class Admission:
         assert min(self.num_sequences, self.num_tokens, self.num_bytes, self.num_base_bytes) >= 0, (
             "more was returned than taken"
         )
-        self._ends.append(_End(now_s, num_sequences, num_tokens, num_bytes))
+        self._rates.end(now_s, Amounts(num_sequences, num_tokens, num_bytes))
 
     def most_output(self, max_tokens: int | None) -> int | None:
         """What a client asks for, no more than the model can generate."""
@@ -215,19 +202,4 @@ class Admission:
         return max(1, num_tokens)
 
     def _retry_after_s(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> int:
-        """Estimate when this much will be free, from the rate at which requests have ended lately. If none has ended,
-        use the time since the gateway became busy."""
-        begin_s = max(self._busy_since_s, now_s - WINDOW_S)
-        if len(self._ends) == MAX_ENDS:
-            begin_s = max(begin_s, self._ends[0].at_s)
-        span_s = now_s - begin_s
-        ends = [end for end in self._ends if end.at_s >= begin_s]
-        wait_s = 0.0
-        for lacking, freed in (
-            (num_sequences, sum(end.num_sequences for end in ends)),
-            (num_tokens, sum(end.num_tokens for end in ends)),
-            (num_bytes, sum(end.num_bytes for end in ends)),
-        ):
-            if lacking:
-                wait_s = max(wait_s, span_s * lacking / freed if freed else span_s)
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(wait_s)))
+        return self._rates.retry_after_s(now_s, Amounts(num_sequences, num_tokens, num_bytes))

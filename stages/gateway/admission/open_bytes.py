@@ -1,12 +1,13 @@
 """What open requests keep in all processes, in bytes. Pure.
 
-    gateway      the request, until ingest has its prompt's ids; then the ids, and the output; and the encoded images
-    ingest       the prompt and the encoded images, until it has the ids
+    gateway      the request, until ingest has its prompt's ids; then the ids, and the output
+    ingest       the prompt, until it has the ids
     schedule     ids of prompt and output, their prefix keys, token outputs
     detokenize   the options, and text that is held back
 
 The sum is an upper bound; tests/stages/gateway/admission/test_open_bytes.py compares it with what the processes' own
-structs take. It has no part for what is fixed by settings, such as the rows of schedule and execute, and arenas.
+structs take. It has no part for what is fixed by settings, such as the rows of schedule and execute, and arenas. Encoded
+images are counted apart (media_admission.py).
 
 A prompt is bounded before it is read in, and output as it grows; `most_bytes` is the largest size that a request can
 reach, as far as its fields bound it.
@@ -188,7 +189,6 @@ def measure(parsed: ParsedRequest) -> RequestSize:
     length = functools.cache(utf8_bytes) if len(sizes) > 1 else utf8_bytes
     num_tokens = [typical_tokens(one, length) for one in parsed.prompts]
     if parsed.images:
-        sizes[0] += images_bytes(parsed.images)
         num_tokens[0] += IMAGE_TOKENS * len(parsed.images)
     return RequestSize(reply_bytes(parsed), sizes, num_tokens)
 
@@ -220,8 +220,6 @@ def accepted_bytes(submit: m.Submit, accepted: m.Accepted, fixed: int) -> int:
         size += prompt_bytes(submit.prompt) // ID_BYTES * (PROMPT_ID_BYTES + ID_BYTES_OF_SEQUENCE * options.n)
     else:
         size += prompt_bytes(submit.prompt)
-    if submit.images:  # to submit them again
-        size += images_bytes(submit.images)
     if accepted.text is not None:
         size += (2 + CHAR_BYTES * options.n) * text_bytes(accepted.text)
     for each in (accepted.token_strs, accepted.pieces):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
 from pipeline.stages.gateway.admission.admission import Admission
+from pipeline.stages.gateway.admission.media_admission import MediaAdmission
 from pipeline.stages.gateway.errors import overloaded
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
@@ -61,10 +62,52 @@ def check_share(
         ("bytes", own_bytes, free_bytes, "max_open_bytes"),
         ("bytes without output", own_base, free_base, "max_open_bytes"),
     ):
-        if own and num > FREE_PARTS * left:
-            raise overloaded(
-                f"with this request, {num} {name} of this API key are open, and what is left of gateway.{setting} is "
-                "for other keys",
-                1,
-                by_size=True,
-            )
+        if own:
+            _check_part(name, num, left, setting)
+
+
+def check_media_share(
+    media: MediaAdmission,
+    keys: Keys | None,
+    scope: str,
+    num_sequences: int,
+    num_tokens: int,
+    num_bytes: int,
+    open_requests: Iterable[PromptRequest],
+) -> None:
+    """Raises ApiError, 503, if the key of a request with images would have more of what such requests may hold than it
+    may, as `check_share`."""
+    own = [one for one in open_requests if one.media_bytes and one.request.parsed.scope == scope]
+    if keys is None or scope == NO_SCOPE or len(keys.all) < 2 or not own:
+        return
+    for name, num, left, setting in (
+        (
+            "sequences with images",
+            sum(one.submit.options.n for one in own) + num_sequences,
+            media.max_sequences - media.num_sequences - num_sequences,
+            "max_open_sequences",
+        ),
+        (
+            "prompt tokens of requests with images",
+            sum(one.num_counted for one in own) + num_tokens,
+            media.max_tokens - media.num_tokens - num_tokens,
+            "max_open_tokens",
+        ),
+        (
+            "bytes of images",
+            sum(one.media_bytes for one in own) + num_bytes,
+            media.max_bytes - media.num_bytes - num_bytes,
+            "max_open_media_bytes",
+        ),
+    ):
+        _check_part(name, num, left, setting)
+
+
+def _check_part(name: str, num: int, left: int, setting: str) -> None:
+    if num > FREE_PARTS * left:
+        raise overloaded(
+            f"with this request, {num} {name} of this API key are open, and what is left of gateway.{setting} is for "
+            "other keys",
+            1,
+            by_size=True,
+        )

@@ -26,7 +26,9 @@ from pipeline.http_server.sockets.slow_clients import UnreadReplies, http_delive
 from pipeline.runtime import topology
 from pipeline.runtime.security.api_keys import NO_SCOPE
 from pipeline.stages.gateway.admission.admission import Admission
-from pipeline.stages.gateway.admission.shares import check_share
+from pipeline.stages.gateway.admission.media_admission import open_media_bytes
+from pipeline.stages.gateway.admission.open_bytes import images_bytes
+from pipeline.stages.gateway.admission.shares import check_media_share, check_share
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
@@ -117,9 +119,10 @@ class UnreadOutput:
 
     # ------------------------------------------------------------------------------------------------------------ room
 
-    def check_room(self, body_bytes: int) -> None:
-        """As `Admission.check_room`."""
+    def check_room(self, body_bytes: int, media_bytes: int = 0) -> None:
+        """As `Admission.check_room`, and that of its images if there are some."""
         now_s = time.monotonic()
+        self._table.admission.media.check_room(open_media_bytes(media_bytes), now_s)
         self._check(lambda admission: admission.check_room(now_s, body_bytes), current_scope())
 
     def admit(
@@ -127,6 +130,11 @@ class UnreadOutput:
     ) -> None:
         """As `Admission.admit` and `check_share`."""
         num_sequences, keys = len(parsed.prompts) * parsed.num_sequences, self._table.accounts.keys
+        if parsed.images:
+            media, num = self._table.admission.media, open_media_bytes(images_bytes(parsed.images))
+            media.admit(num_sequences, num_tokens, num, now_s)
+            own = self._table.newest()
+            check_media_share(media, keys, parsed.scope, num_sequences, num_tokens, num, own)
 
         def check(admission: Admission) -> None:
             admission.admit(num_sequences, num_tokens, now_s, num_bytes, num_output_bytes)

@@ -54,7 +54,7 @@ class RequestReader:
         received_s = time.monotonic()
         self._readiness.require_ready()
         account = self._account(http_request)
-        self._requests.check_room(http_request.content_length or 0)
+        self._check_room(http_request)
         if account is not None and COUNTED not in http_request:
             account.arrive()
             http_request[COUNTED] = True
@@ -97,13 +97,23 @@ class RequestReader:
         received = msgspec.structs.replace(received, fetched=tuple(fetched))
         parsed = received.with_fetched(parsed)
         parsed = msgspec.structs.replace(parsed, size=measure(parsed))
-        self._requests.check_room(sum(map(len, fetched)))
+        self._requests.check_room(media_bytes=sum(map(len, fetched)))
         return parsed, received
 
     @functools.cached_property
     def _waiting(self) -> WaitingRoom:
         """For requests whose images are fetched."""
         return WaitingRoom(self._settings, self._requests.accounts.keys, "wait for images that are fetched")
+
+    def _check_room(self, http_request: web.Request) -> None:
+        """Check that there is room for the declared body. Beyond max_body_bytes, images alone can have it; what is
+        within may be images, too, whose limit is another one. Raises ApiError, 503."""
+        num_bytes = http_request.content_length or 0
+        if self._takes_images:
+            num_beyond = max(0, num_bytes - self._settings.max_body_bytes)
+            self._requests.check_room(media_bytes=num_beyond * 3 // 4)
+        else:
+            self._requests.check_room(num_bytes)
 
     @property
     def _takes_images(self) -> bool:
@@ -128,7 +138,7 @@ class RequestReader:
         try:
             self._readiness.require_ready()
             account = self._account(http_request)
-            self._requests.check_room(http_request.content_length or 0)
+            self._check_room(http_request)
             if account is not None:
                 account.check()
             try:

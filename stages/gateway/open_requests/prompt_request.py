@@ -125,6 +125,8 @@ class PromptRequest(msgspec.Struct, eq=False):
     """What it keeps besides its output."""
     ingest: int = 0
     """The replica of ingest that it was sent to."""
+    media_bytes: int = 0
+    """Bytes that admission counts for its images."""
     prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
     """The tokenized prompt, from `Accepted`."""
     is_confirmed: bool = False

@@ -91,6 +91,7 @@ class ResultHandler:
         packed = ids.astype("<i4", copy=False).tobytes()
         prompt_request.prompt_ids = np.frombuffer(packed, np.int32)
         self._table.admission.correct(prompt_request.num_counted, len(ids))
+        self._table.admission.media.accepted(prompt_request, len(ids))
         prompt_request.num_counted = len(ids)
         prompt_request.prompt_text, prompt_request.token_strs = message.text, message.token_strs
         prompt_request.pieces, prompt_request.tail = self._once(message.pieces), message.tail

@@ -126,12 +126,12 @@ class RequestTable:
 
     # ------------------------------------------------------------------------------------------------------------ open
 
-    def check_room(self, body_bytes: int = 0) -> None:
+    def check_room(self, body_bytes: int = 0, media_bytes: int = 0) -> None:
         """Call it before the body is read. Raises ApiError, 503, if no request with a body of this size would be
-        admitted."""
+        admitted, or none with so many bytes of images."""
         self._check_late_stages(generates=False)
         try:
-            self.unread_output.check_room(body_bytes)
+            self.unread_output.check_room(body_bytes, media_bytes)
         except ApiError as error:
             self.refusals.overloaded(error)
             raise
@@ -196,6 +196,7 @@ class RequestTable:
             request.sequences += prompt_request.sequences
             request.num_open += 1
             self.admission.take(parsed.num_sequences, estimate, now_s, size, output)
+            self.admission.media.take(prompt_request, now_s)
             self._table[prompt_request.id] = prompt_request
             self._idle.clear()
             if prompt_request.generates:
@@ -379,6 +380,7 @@ class RequestTable:
         if not prompt_request.is_closed:
             prompt_request.is_closed = True
             prompt_request.request.num_open -= 1
+            self.admission.media.give(prompt_request, time.monotonic())
         if prompt_request.request.is_released:
             self._settle(prompt_request)
 

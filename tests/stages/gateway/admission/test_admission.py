@@ -13,7 +13,8 @@ from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.messages import Finish
-from pipeline.stages.gateway.admission.admission import MAX_RETRY_S, Admission
+from pipeline.stages.gateway.admission.admission import Admission
+from pipeline.stages.gateway.admission.end_rates import MAX_RETRY_S
 from pipeline.stages.gateway.errors import ApiError, Overloaded
 from tests.logs import lines_of
 from tests.rig import PATIENCE_S
@@ -135,6 +136,7 @@ class TestGateway:
             gate.rig.load()
             load = gate.client.get("/load").json()
             assert load.pop("open_bytes") > 2 * 400 and load.pop("max_open_bytes") == 256 * 1024**2
+            assert load.pop("open_media_bytes") == 0 and load.pop("max_open_media_bytes") == 256 * 1024**2
             assert load == {
                 "server_load": 1,
                 "open_sequences": 2,
