@@ -99,7 +99,7 @@ class Ingress:
         """`keys` are those that clients need; the replicas must have the same ones. Raises UserError if the file of the
         access log can't be opened."""
         gateway = settings.gateway
-        self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth, gateway.max_media_body_bytes)
+        self._bodies = BodyReader.of_settings(gateway, settings.limits)
         self._unread = UnreadReplies(
             lambda: max_unread_bytes(gateway.max_open_bytes), gateway.slow_client_timeout_s, Deliveries(log)
         )

@@ -21,6 +21,11 @@ from pipeline.http_server.errors import unsupported as unsupported
 MAX_SEARCHED_VALUES = 100_000
 """Values of an invalid body that are searched for the wrong one. The search blocks the event loop."""
 
+MAX_SEARCHED_BYTES = 1024**2
+"""The search itself takes 40 ns for a byte, and has Python's lock meanwhile: larger bodies are not searched."""
+MAX_PROBLEM_CHARS = 4096
+"""Of a message of the decoder, which repeats what a client has sent."""
+
 _TYPES = {
     "int": "an integer",
     "float": "a number",
@@ -63,7 +68,10 @@ def of_validation(error: msgspec.ValidationError, kind: Any = None, body: bytes 
     `kind` is the expected struct and `body` the bytes. They add what msgspec leaves out: the values that a field may
     have, and which entry of an object is wrong.
     """
-    problem, _, path = str(error).partition(" - at `$")
+    text = str(error)
+    if len(text) > MAX_PROBLEM_CHARS:  # no field's path is as long
+        text = text[: MAX_PROBLEM_CHARS // 2] + text[-MAX_PROBLEM_CHARS // 2 :]
+    problem, _, path = text.partition(" - at `$")
     param = path.removesuffix("`").removeprefix(".")
     subject = f"'{param}'" if param else "the body"
     if match := _MISSING.fullmatch(problem):
@@ -158,7 +166,7 @@ def of_malformed(error: Exception, body: bytes, loads: Any) -> ApiError:
 
     `loads` is a lenient JSON decoder that accepts them.
     """
-    if _CONSTANT.search(body) or _ESCAPED_SURROGATE.search(body):
+    if len(body) <= MAX_SEARCHED_BYTES and (_CONSTANT.search(body) or _ESCAPED_SURROGATE.search(body)):
         try:
             found = _find_invalid(loads(body))
         except (ValueError, RecursionError):

@@ -11,7 +11,7 @@ from msgspec import inspect as types
 from pipeline.config.settings import ChatSettings
 from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.bodies.abort_body import AbortBody, ControlBody
-from pipeline.http_server.bodies.json_depth import check_depth
+from pipeline.http_server.bodies.json_depth import check_depth, check_large
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.runtime.model.pooler import Classifier, Pooler, Task
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
@@ -176,7 +176,8 @@ def _make_whole(parse: Parse, whole: Grow, n: int) -> Callable[[], object]:
 def refused(parse: Parse, body: bytes) -> None:
     """Parse a body as the gateway does. An error names the field in the words of each API."""
     try:
-        check_depth(body, LIMITS.caps.max_json_depth)
+        check = check_large if len(body) > LARGE_BYTES else check_depth
+        check(body, LIMITS.caps.max_json_depth)
         parse(body, LIMITS)
     except ApiError as error:
         assert 400 <= error.status < 500

@@ -13,9 +13,11 @@ from typing import Generic, TypeVar
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.config.settings import LimitSettings as LimitSettings
 from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.bodies.image_data import num_other_bytes
-from pipeline.http_server.bodies.json_depth import check_depth
+from pipeline.http_server.bodies.json_depth import MAX_WIDE_BYTES, check_depth, check_large
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES, LargeBodyLock
 from pipeline.http_server.bodies.upload_budget import MIN_BYTES_PER_S, NUM_MEDIA_BODIES, Upload, UploadBudget
 from pipeline.http_server.errors import ENCODINGS, ApiError, overloaded, shown, unsupported_encoding
@@ -59,18 +61,31 @@ class OutOfTime(BodyTimeout):
 class BodyReader:
     """Reads the bodies of one gateway's requests."""
 
-    def __init__(self, max_body_bytes: int, max_json_depth: int, max_media_body_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        max_body_bytes: int,
+        max_json_depth: int,
+        max_media_body_bytes: int = 0,
+        max_wide_bytes: int = MAX_WIDE_BYTES,
+    ) -> None:
         """`max_media_body_bytes` is the limit of bodies that may have images, if it is larger; what is not base64 in
-        them is bounded by `max_body_bytes`."""
+        them is bounded by `max_body_bytes`. `max_wide_bytes` is that of a string that is not plain ASCII."""
         self._max_body = max_body_bytes
         self._max_media_body = max(max_body_bytes, max_media_body_bytes)
         self._max_depth = max_json_depth
+        self._max_wide = max_wide_bytes
         self._uploads = UploadBudget(max_body_bytes)
         self._media_uploads = UploadBudget(self._max_media_body, NUM_MEDIA_BODIES)
         """Of bodies above `max_body_bytes`, so that photos leave the room of texts alone."""
         self._large_body_lock = LargeBodyLock()
         self._thread = WorkPool("parse")
         """The lock bounds what waits for it."""
+
+    @classmethod
+    def of_settings(cls, gateway: GatewaySettings, limits: LimitSettings) -> "BodyReader":
+        """A prompt's texts may be written with escapes, which take up to three times their size."""
+        max_wide_bytes = max(MAX_WIDE_BYTES, 3 * limits.max_prompt_bytes)
+        return cls(gateway.max_body_bytes, limits.max_json_depth, gateway.max_media_body_bytes, max_wide_bytes)
 
     def check_declared(self, http_request: web.Request, *, takes_images: bool = False) -> None:
         """Check the declared length, if there is one. `takes_images`: the body may have images. Raises ApiError: 413
@@ -96,11 +111,13 @@ class BodyReader:
         left_s: float = math.inf,
         *,
         takes_images: bool = False,
+        json_at: int = 0,
     ) -> T:
         """Read the body within `timeout_s` and parse it. Its bytes count against the upload budget until it is parsed.
         A large body, and work on much that is stored, wait for their turn and have a thread. Reading the body, and the
         waits, end when the request's own time has passed, in `left_s`. `takes_images` is as in `check_declared`.
-        Raises BodyTimeout, OutOfTime, or another ApiError."""
+        `json_at` is where the body's JSON begins; the parser checks what is in front of it. Raises BodyTimeout,
+        OutOfTime, or another ApiError."""
         if (encoding := _encoding_of(http_request)) not in ENCODINGS:
             raise unsupported_encoding(encoding)
         self.check_declared(http_request, takes_images=takes_images)
@@ -109,11 +126,11 @@ class BodyReader:
             if len(body) > most:
                 raise self._too_large(most)
             if len(body) <= LARGE_BYTES:
-                parsed = self.parse_now(body, parser)
+                parsed = self.parse_now(body, parser, json_at)
                 if not isinstance(parsed, Rest):
                     return parsed
-                return await self._parse_in_time(http_request, parser, timeout_s, left_s, most, body, parsed)
-        return await self._parse_in_time(http_request, parser, timeout_s, left_s, most, body)
+                return await self._parse_in_time(http_request, parser, timeout_s, left_s, most, json_at, body, parsed)
+        return await self._parse_in_time(http_request, parser, timeout_s, left_s, most, json_at, body)
 
     async def _parse_in_time(
         self,
@@ -122,6 +139,7 @@ class BodyReader:
         timeout_s: float,
         left_s: float,
         most_bytes: int,
+        json_at: int,
         body: bytes | None,
         parsed: Rest[T] | None = None,
     ) -> T:
@@ -152,9 +170,9 @@ class BodyReader:
             if parsed is not None:
                 found = parsed
             elif len(body) <= LARGE_BYTES:
-                found = self.parse_now(body, parser)
+                found = self.parse_now(body, parser, json_at)
             else:
-                found = await in_turn(len(body), lambda: self._parsed(body, parser, LARGE_BYTES))
+                found = await in_turn(len(body), lambda: self._parsed(body, parser, LARGE_BYTES, json_at))
             if isinstance(found, Rest):
                 return await in_turn(len(body) + found.num_bytes, found.finish)
             return found
@@ -175,15 +193,18 @@ class BodyReader:
         finally:
             upload.release()
 
-    def parse_now(self, body: bytes, parser: Callable[[bytes], T | Rest[T]]) -> T | Rest[T]:
+    def parse_now(self, body: bytes, parser: Callable[[bytes], T | Rest[T]], json_at: int = 0) -> T | Rest[T]:
         """What is done in the loop with a body that is not large."""
-        return self._parsed(body, parser, LARGE_BYTES - len(body))
+        return self._parsed(body, parser, LARGE_BYTES - len(body), json_at)
 
-    def _parsed(self, body: bytes, parser: Callable[[bytes], T | Rest[T]], num_more: int) -> T | Rest[T]:
+    def _parsed(self, body: bytes, parser: Callable[[bytes], T | Rest[T]], num_more: int, json_at: int) -> T | Rest[T]:
         """Parse a body, with its rest if that is no more than `num_more` bytes."""
         if len(body) > self._max_body:
             self.check_beside_images(num_other_bytes(body))
-        check_depth(body, self._max_depth)
+        if len(body) > LARGE_BYTES:
+            check_large(body, self._max_depth, self._max_wide, json_at)
+        else:
+            check_depth(body[json_at:], self._max_depth)
         parsed = parser(body)
         return parsed.finish() if isinstance(parsed, Rest) and parsed.num_bytes <= num_more else parsed
 

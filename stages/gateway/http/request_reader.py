@@ -41,7 +41,7 @@ class RequestReader:
         self._readiness = readiness
         self._requests = requests
         self._limits = limits
-        self.bodies = BodyReader(settings.max_body_bytes, limits.caps.max_json_depth, settings.max_media_body_bytes)
+        self.bodies = BodyReader.of_settings(settings, limits.caps)
         self._timeout_s = settings.request_timeout_s
         self._with_metrics = settings.per_request_metrics
         self._fetcher = MediaFetcher() if fetcher is None else fetcher
@@ -174,7 +174,12 @@ class RequestReader:
 
         try:
             return await self.bodies.parse(
-                http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s, takes_images=self._takes_images
+                http_request,
+                parse_body,
+                body_reader.BODY_TIMEOUT_S,
+                left_s,
+                takes_images=self._takes_images,
+                json_at=head.num_point_bytes,
             )
         except OutOfTime:
             raise self._requests.refusals.timed_out(self._timeout_s or given_s) from None

@@ -47,7 +47,7 @@ class ModelsApp(Applications):
         self._table = table
         self._keep_alive_s = gateway.sse_keep_alive_s
         self._accounts = accounts
-        self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth, gateway.max_media_body_bytes)
+        self._bodies = BodyReader.of_settings(gateway, settings.limits)
         self._server = ModelsApi(table, self._bodies)
 
     def own_routes(self, is_admin: bool) -> list[web.RouteDef]:
@@ -100,7 +100,7 @@ class ModelsApp(Applications):
         """Read the body, which is kept for the model's own handler. Raises ApiError."""
         num = resumption.num_point_bytes(http_request.headers)
         chosen, body = await self._bodies.parse(  # the model's own handler knows whether it takes images
-            http_request, lambda body: (model_fields_of(body[num:]), body), takes_images=True
+            http_request, lambda body: (model_fields_of(body[num:]), body), takes_images=True, json_at=num
         )
         http_request[KEPT_BODY] = body
         return chosen

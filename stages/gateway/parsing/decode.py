@@ -1,5 +1,6 @@
 """Decodes JSON bodies into structs, and turns the decoder's errors into ApiError. Pure."""
 
+import codecs
 import contextlib
 import gc
 import json
@@ -8,10 +9,13 @@ from typing import Any
 
 import msgspec
 
+from pipeline.http_server.bodies.json_depth import PIECE_BYTES
 from pipeline.stages.gateway import errors
 from pipeline.stages.gateway.errors import invalid, unsupported
 from pipeline.stages.gateway.parsing.bodies import B, has_no_effect
 from pipeline.stages.gateway.parsing.integral_floats import with_integers
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, unsupported_fields: Mapping[str, tuple[Any, ...]]) -> B:
@@ -28,9 +32,13 @@ def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, unsupported_fields: 
 def _check_text(body: bytes) -> None:
     """The decoder skips the bytes of fields that it does not know, or that stay JSON, and these are text later. Raises
     ApiError."""
+    if body.isascii():
+        return
+    decoder = _utf8()
     try:
-        if not body.isascii():
-            body.decode()
+        for begin in range(0, len(body), PIECE_BYTES):  # whole, it would take four times the memory, in one go
+            decoder.decode(body[begin : begin + PIECE_BYTES])
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise invalid(None, "the body is not valid UTF-8", "invalid_json") from error
 

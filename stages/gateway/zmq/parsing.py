@@ -9,7 +9,8 @@ from msgspec import Meta, Raw
 from pipeline.client import protocol as p
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server import request_ids
-from pipeline.http_server.bodies.json_depth import check_depth
+from pipeline.http_server.bodies.json_depth import check_depth, check_large
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.apis.openai.reply import CHAT, COMPLETION
@@ -247,8 +248,11 @@ def _json_of(data: bytes, param: str, caps: Caps) -> Raw:
         return Raw(msgspec.json.encode(text))
     json = text.encode()
     try:
-        check_depth(json, caps.max_json_depth)
-    except ApiError:
+        check = check_large if len(json) > LARGE_BYTES else check_depth
+        check(json, caps.max_json_depth)
+    except ApiError as error:
+        if error.code != "invalid_json":
+            raise
         message = f"'{param}' is nested too deeply: the limit is {caps.max_json_depth} levels"
         raise invalid(param, message, "invalid_json") from None
     try:

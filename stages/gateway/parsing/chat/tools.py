@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.errors import invalid, of_validation, shown, unsupported
 from pipeline.stages.gateway.parsing.chat.custom_tools import INPUT_SCHEMA, format_text
+from pipeline.stages.gateway.parsing.decode import without_gc
 
 T = TypeVar("T")
 RUN_BY_CLIENTS = ("function", "custom")
@@ -239,7 +240,8 @@ def checked(raw: Raw, name: str, kind: type[T]) -> T:
     """Decode one field as a struct with this field only, so that errors have its path in the body."""
     data = bytes(raw) or b"null"
     try:
-        return msgspec.json.decode(b'{"%s":%s}' % (name.encode(), data), type=kind)
+        with without_gc():
+            return msgspec.json.decode(b'{"%s":%s}' % (name.encode(), data), type=kind)
     except msgspec.ValidationError as error:
         raise of_validation(error) from error
     except (msgspec.DecodeError, UnicodeError) as error:
