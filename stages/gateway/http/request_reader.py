@@ -86,11 +86,14 @@ class RequestReader:
         """Fetch the images that the request has as URLs. Raises ApiError."""
         if not (linked := [one for one in parsed.images if isinstance(one, LinkedImage)]):
             return parsed, received
-        left_s = math.inf if received.left_s is None else received.left_s
-        left_s = received.received_s + min(self._timeout_s or math.inf, left_s) - time.monotonic()
+        given_s = math.inf if received.left_s is None else received.left_s
+        timeout_s = min(parsed.timeout_s or self._timeout_s or math.inf, given_s)
+        left_s = received.received_s + timeout_s - time.monotonic()
         try:
             with self._waiting.hold(MESSAGE_PARTS * len(received.body), received.scope):
                 fetched = await self._fetcher.fetch(linked, received.scope, left_s)
+        except TimeoutError:
+            raise self._requests.refusals.timed_out(timeout_s) from None
         except ApiError as error:
             self._count_overloaded(error)
             raise

@@ -54,7 +54,7 @@ class MediaFetcher:
 
     async def fetch(self, images: Sequence[LinkedImage], scope: str, left_s: float = math.inf) -> list[bytes]:
         """The content of images of one request, in order. `left_s` is what the request may still take. Raises
-        ApiError."""
+        ApiError, and TimeoutError if that has passed."""
         try:
             async with asyncio.timeout(min(WAIT_S, left_s)):
                 await self._gate.enter(scope, len(images))
@@ -63,6 +63,8 @@ class MediaFetcher:
                 finally:
                     self._gate.leave(scope)
         except TimeoutError:
+            if left_s <= WAIT_S:
+                raise
             raise overloaded("the images of this request could not be fetched in time") from None
 
     async def _fetch_all(self, images: Sequence[LinkedImage], scope: str) -> list[bytes]:

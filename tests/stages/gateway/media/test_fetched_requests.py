@@ -76,6 +76,27 @@ def test_what_waits_for_its_images_has_a_bound(tmp_path: Path, monkeypatch: pyte
         assert again.result().status_code == 200
 
 
+@pytest.mark.parametrize("of_server", [True, False])
+def test_a_request_whose_time_passes_while_its_images_are_fetched_gets_504(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_server: bool
+) -> None:
+    """It got 503, as if the server were overloaded, and a `timeout_s` of its own did not end the wait."""
+
+    async def never(*_: Any) -> list[bytes]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.undo()
+    monkeypatch.setattr(MediaFetcher, "_fetch_all", never)
+    monkeypatch.setattr(ServedModel, "why_no_images", lambda *_: "")
+    settings: dict[str, Any] = {"request_timeout_s": 0.3} if of_server else {}
+    body = chat("https://images.example/a", **({} if of_server else {"timeout_s": 0.3}))
+    with Gate(tmp_path, allowed_media_domains=("images.example",), **settings) as gate:
+        late = gate.client.post("/v1/chat/completions", json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert "timed out after 0.3 s" in late.json()["error"]["message"]
+
+
 def test_without_allowed_domains_none_is_fetched(tmp_path: Path, fetched: list[str]) -> None:
     with Gate(tmp_path) as gate:
         refused = gate.client.post("/v1/chat/completions", json=chat("https://images.example/a")).json()["error"]
