@@ -75,6 +75,7 @@ CLASSES = frozenset(
         "Desk",
         "Door",
         "Doors",
+        "Events",
         "Flight",
         "Gatherer",
         "Gone",
@@ -89,6 +90,7 @@ CLASSES = frozenset(
         "Parting",
         "Pin",
         "Reach",
+        "Refusals",
         "Refuse",
         "Refused",
         "Said",
@@ -109,6 +111,8 @@ CLASSES = frozenset(
 )
 """Names of classes that say nothing without a noun."""
 FUNCTIONS = {"spell": "write or name it", "took": "end_turn, or what was taken"}
+PRODUCT = re.compile(r"_?Pipeline[A-Z]")
+"""Of classes: all of them are the pipeline's."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 FOLDERS = ("config", "docs", "kernels", "pipeline", "shm", "stages", "tests", "tools")
@@ -164,6 +168,8 @@ def banned_in(name: str, kind: str = "Name") -> tuple[str, ...]:
         return tuple(match[0] for match in BANNED.finditer(name.replace("_", " ")))
     if kind == "ClassDef" and name.strip("_") in CLASSES:
         return (f"{name}: add a noun",)
+    if kind == "ClassDef" and PRODUCT.match(name):
+        return (f"{name}: say what it is without the product's name",)
     words = {word.lower() for word in _WORD.findall(name.replace("in_place", ""))}
     found = [f"{name}: write {IDENTIFIERS[word]}" for word in sorted(words & IDENTIFIERS.keys())]
     if kind in ("FunctionDef", "AsyncFunctionDef") and (instead := FUNCTIONS.get(name.strip("_"))):

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|)")
 DEFAULT_PORT = 8000
 """The port of `pipeline serve` if nothing else is set."""
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 MAX_PORT = 65535
 
 _AGE = re.compile(r"(\d{1,6})([mhdw])")
@@ -23,7 +24,7 @@ def http_url(text: str) -> str:
     except ValueError:  # unbalanced brackets, or an invalid port
         is_whole = False
     if not is_whole or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"needs an address such as http://127.0.0.1:8000, got {text!r}")
+        raise argparse.ArgumentTypeError(f"needs an address such as {DEFAULT_URL}, got {text!r}")
     return text
 
 
@@ -39,11 +40,11 @@ def local_url(text: str) -> str:
     return f"http://127.0.0.1:{port(text)}"
 
 
-def add_server(parser: argparse.ArgumentParser, what: str) -> None:
+def add_server(parser: argparse._ActionsContainer, what: str, default: str | None = None) -> None:
     """Declare `--url`, `--port` and `--api-key`, for a server with the OpenAI API; `what` says which it is by
     default."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", type=http_url, help=f"a server that speaks the OpenAI API; {what}")
+    where.add_argument("--url", type=http_url, default=default, help=f"a server that speaks the OpenAI API; {what}")
     where.add_argument(
         "--port", dest="url", type=local_url, metavar="PORT", help="the server at this port of this machine"
     )

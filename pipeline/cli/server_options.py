@@ -11,7 +11,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExc
     parser.add_argument("--model", metavar="NAME", help="of a server of several models, the one of this name")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--port", type=types.port, metavar="PORT", help="the server at this HTTP port")
-    which.add_argument("--url", type=types.http_url, help="the server at this address, as http://127.0.0.1:8000")
+    which.add_argument("--url", type=types.http_url, help=f"the server at this address, as {types.DEFAULT_URL}")
     which.add_argument(
         "--pid", "--server", type=int, metavar="PID", help="the server whose supervisor has this process id"
     )

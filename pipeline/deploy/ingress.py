@@ -38,7 +38,7 @@ from pipeline.http_server.bodies.body_reader import BodyReader
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import RETRY_AFTER_S, ApiError, shown
 from pipeline.http_server.listener import BACKLOG, HttpListener
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
 from pipeline.http_server.sockets import descriptors
@@ -120,7 +120,7 @@ class Ingress:
         self._access_log = AccessLog.of(settings.access_log, self._accounts.name_of)
         self._dropped_log = dropped_log(log)
         self._cors = Cors(gateway)
-        self._refusal_log = RefusalLog(log)
+        self._rejection_log = RejectionLog(log)
         self._listener: HttpListener | None = None
         self._flush: asyncio.Task[None] | None = None
         self._metrics_lock = asyncio.Lock()
@@ -153,7 +153,7 @@ class Ingress:
         scheme = "http" if tls is None else "https"
         rules = ListenerRules.main(
             gateway,
-            self._refusal_log,
+            self._rejection_log,
             keys=self._accounts.keys,
             open_paths=OpenPaths(),
             cors=self._cors,
@@ -201,7 +201,7 @@ class Ingress:
     async def _flush_log(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            self._refusal_log.flush()
+            self._rejection_log.flush()
             if self._access_log is not None:
                 self._access_log.writer.report(self._dropped_log)
 

@@ -12,7 +12,7 @@ bodies/             reads and parses bodies, within limits
 ends.py             closes connections where the end of a message is unclear
 expect.py           answers to `Expect: 100-continue`
 errors.py           errors; error_responses.py gives them the shape of the path's API (apis/)
-refusal_log.py      log lines of refused requests
+rejection_log.py    log lines of refused requests
 request_ids.py      the request ids that clients choose
 server_header.py    the `Server` header
 

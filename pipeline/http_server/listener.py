@@ -19,7 +19,7 @@ from aiohttp.web_protocol import _ErrInfo
 from pipeline.http_server.ends import DroppedRest, close_if_unclear, is_compressed
 from pipeline.http_server.error_responses import error_of_parser, error_parts
 from pipeline.http_server.head_limit import KEPT_HEAD_BYTES, MAX_HEADERS, HeadTooLarge, head_bytes, max_head_bytes
-from pipeline.http_server.refusal_log import RefusalLog, http_log, is_of_client
+from pipeline.http_server.rejection_log import RejectionLog, http_log, is_of_client
 from pipeline.http_server.request_turns import RequestTurns
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
@@ -57,7 +57,7 @@ class HttpConnection(web.RequestHandler):
         "_last_payload",
         "_max_head",
         "_num_of_head",
-        "_refusal_log",
+        "_rejection_log",
         "_rest",
         "address",
         "descriptor",
@@ -67,11 +67,11 @@ class HttpConnection(web.RequestHandler):
     )
 
     def __init__(
-        self, manager: web.Server, connections: HttpConnections, refusal_log: RefusalLog, **options: Any
+        self, manager: web.Server, connections: HttpConnections, rejection_log: RejectionLog, **options: Any
     ) -> None:
         super().__init__(manager, **options)
         self._connections = connections
-        self._refusal_log = refusal_log
+        self._rejection_log = rejection_log
         self._max_msg_queue_size, self._msg_queue_resume_size = MAX_PIPELINED, MAX_PIPELINED - 1
         self._max_head = max_head_bytes(self.max_field_size)
         self._num_of_head = 0
@@ -279,7 +279,7 @@ class HttpConnection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """Called by aiohttp for an exception in a route, and for invalid requests, whose clients get an error."""
-        if not is_of_client(kwargs.get("exc_info")) and self._refusal_log.has_room_for_failure():
+        if not is_of_client(kwargs.get("exc_info")) and self._rejection_log.has_room_for_failure():
             super().log_exception(*args, **kwargs)
 
     def handle_error(
@@ -370,7 +370,7 @@ class HttpListener:
         server = self._runner.server
         assert server is not None
         loop = asyncio.get_running_loop()
-        return HttpConnection(server, self._connections, self._rules.refusal_log, loop=loop, **self._options)
+        return HttpConnection(server, self._connections, self._rules.rejection_log, loop=loop, **self._options)
 
 
 class _Site(web.BaseSite):

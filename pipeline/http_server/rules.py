@@ -18,7 +18,7 @@ from pipeline.http_server.access.guard import Handle, require_allowed_origin, re
 from pipeline.http_server.access.origins import OriginPolicy
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.expect import refuse_unknown
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.runtime.security.api_keys import Keys
 
 
@@ -28,7 +28,7 @@ class ListenerRules:
     def __init__(
         self,
         policy: OriginPolicy,
-        refusal_log: RefusalLog,
+        rejection_log: RejectionLog,
         *,
         keys: Keys | None = None,
         open_paths: Container[str] = (),
@@ -38,7 +38,7 @@ class ListenerRules:
         """`policy` is used if there are no `keys`. `cors` answers preflights."""
         self._access_log = access_log
         self._policy = policy
-        self.refusal_log = refusal_log
+        self.rejection_log = rejection_log
         self._keys = keys
         self._open_paths = open_paths
         self._cors = cors
@@ -47,7 +47,7 @@ class ListenerRules:
     def main(
         cls,
         settings: GatewaySettings,
-        refusal_log: RefusalLog,
+        rejection_log: RejectionLog,
         *,
         keys: Keys | None,
         open_paths: Container[str],
@@ -57,14 +57,14 @@ class ListenerRules:
     ) -> "ListenerRules":
         """Those of a listener for clients, whose own origin has `scheme`."""
         policy = OriginPolicy(settings, scheme)
-        return cls(policy, refusal_log, keys=keys, open_paths=open_paths, cors=cors, access_log=access_log)
+        return cls(policy, rejection_log, keys=keys, open_paths=open_paths, cors=cors, access_log=access_log)
 
     @classmethod
     def admin(
-        cls, settings: GatewaySettings, refusal_log: RefusalLog, access_log: AccessLog | None = None
+        cls, settings: GatewaySettings, rejection_log: RejectionLog, access_log: AccessLog | None = None
     ) -> "ListenerRules":
         """Those of the admin listener, which has no keys."""
-        return cls(OriginPolicy(settings, is_admin=True), refusal_log, access_log=access_log)
+        return cls(OriginPolicy(settings, is_admin=True), rejection_log, access_log=access_log)
 
     def wrap(self, handle: Handle) -> Handle:
         """A handler that passes on to `handle` what satisfies the rules, and answers everything else."""
@@ -75,5 +75,5 @@ class ListenerRules:
             guarded, check = require_allowed_origin(handle, self._policy), self._policy.check
         if self._cors is not None:
             guarded = self._cors.wrap(guarded, check)
-        guarded = self.refusal_log.wrap(guarded)
+        guarded = self.rejection_log.wrap(guarded)
         return guarded if self._access_log is None else self._access_log.wrap(guarded)

@@ -5,7 +5,7 @@ import asyncio
 from pipeline.client.connection.zmq_address import address_of
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.listener import HttpListener
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.http.app import Api
@@ -24,13 +24,13 @@ class Listeners:
         requests: RequestTable,
         api: Api,
         choose: Choose,
-        refusal_log: RefusalLog,
+        rejection_log: RejectionLog,
         access_log: AccessLog | None,
     ) -> None:
         """`choose` finds the model of a connection over ZeroMQ."""
         self._stage, self._requests, self._api = stage, requests, api
         self._choose = choose
-        self._refusal_log, self._access_log = refusal_log, access_log
+        self._rejection_log, self._access_log = rejection_log, access_log
         self._http: list[HttpListener] = []
         """That for clients, then the admin listener."""
         self._http_port = 0
@@ -45,7 +45,7 @@ class Listeners:
         launch, requests = self._stage.launch, self._requests
         self._http_port, self._http = self._api.listeners(
             *(launch, self._stage.settings, requests.accounts.keys, requests.unread),
-            self._refusal_log,
+            self._rejection_log,
             self._access_log,
         )
         for listener in self._http:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline.http_server.access_log import AccessLog
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.stages.gateway.errors import ApiError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class SharedListener(Protocol):
     """What the gateway stages of several models share: the listeners for clients, and their logs."""
 
-    refusal_log: RefusalLog
+    rejection_log: RejectionLog
     access_log: AccessLog | None
 
     def fail_streams(self, gateway: "GatewayStage", error: ApiError) -> None:

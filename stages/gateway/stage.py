@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from pipeline.config.values.browsers import normalized_host
 from pipeline.http_server.access_log import AccessLog
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.http_server.sockets import descriptors
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
@@ -126,10 +126,10 @@ class GatewayStage:
                 adapters=self._adapters,
             )
         )
-        self._refusal_log = RefusalLog(stage.log)
+        self._rejection_log = RejectionLog(stage.log)
         self._access_log: AccessLog | None = None
         if shared is not None:
-            self._refusal_log = shared.refusal_log
+            self._rejection_log = shared.rejection_log
             self.api.responses.access_log = shared.access_log
         elif not stage.replay_context.is_replaying:
             self._access_log = AccessLog.of(settings.access_log, self.requests.accounts.name_of)
@@ -142,7 +142,7 @@ class GatewayStage:
         self._keys = self.requests.accounts.keys
         stage.control_requests.reread_keys = self._reread_keys
         self._listeners = Listeners(
-            stage, self.requests, self.api, self._only_model, self._refusal_log, self._access_log
+            stage, self.requests, self.api, self._only_model, self._rejection_log, self._access_log
         )
         self._rescaling: m.Rescaled | None = None
         """A change of this gateway's share that is not answered, because more is open."""
@@ -283,11 +283,11 @@ class GatewayStage:
     def _pinged(self, nonce: int) -> None:
         """A heartbeat, once a second."""
         self.readiness.pinged_s = time.monotonic()
-        self.requests.refusals.flush()
+        self.requests.rejections.flush()
         self.requests.limited_log.flush()
         self.requests.count_usage()
         self.requests.sender.notify()
-        self._refusal_log.flush()
+        self._rejection_log.flush()
         if self._access_log is not None:
             self._access_log.writer.report(self._dropped_log)
             self.requests.metrics.num_log_lines_dropped = self._access_log.writer.num_dropped

@@ -142,7 +142,7 @@ async def test_tracebacks_of_failed_requests_are_bounded(
                 assert response.status == 500
         found = [record for record in caplog.records if record.exc_info]
         assert len(found) == limited_log.MAX_LINES and "more requests failed" not in caplog.text
-        ingress._refusal_log._log._clock = lambda: float("inf")  # the next interval
-        ingress._refusal_log.flush()
+        ingress._rejection_log._log._clock = lambda: float("inf")  # the next interval
+        ingress._rejection_log.flush()
         (line,) = [record for record in caplog.records if record.getMessage() == "more requests failed"]
         assert line.fields == {"num": num - limited_log.MAX_LINES}  # type: ignore[attr-defined]

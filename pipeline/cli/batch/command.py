@@ -7,10 +7,10 @@ import sys
 import time
 
 from pipeline.cli.batch.lines import BatchLine, input_lines
-from pipeline.cli.batch.options import DEFAULT_URL
 from pipeline.cli.batch.replies import Reply, ReplyFile
 from pipeline.cli.batch.runner import BatchRunner
 from pipeline.cli.complain import complain
+from pipeline.cli.option_types import DEFAULT_URL
 from pipeline.cli.own_server import own_settings, started
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.config.load import ConfigError

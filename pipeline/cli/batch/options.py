@@ -6,7 +6,6 @@ from pathlib import Path
 from pipeline.cli import option_types as types
 from pipeline.cli.commands.settings import MODEL, Commands, add_flags, add_model, add_settings, settings_of, take_model
 
-DEFAULT_URL = f"http://127.0.0.1:{types.DEFAULT_PORT}"
 MAX_OPEN = 64
 
 
@@ -26,7 +25,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="the replies")
     parser.add_argument("--overwrite", action="store_true", help="drop the replies that FILE has")
     by_default = (
-        f"by default the one at {DEFAULT_URL}, or one that this command starts if a model or settings are given"
+        f"by default the one at {types.DEFAULT_URL}, or one that this command starts if a model or settings are given"
     )
     types.add_server(parser, by_default)
     parser.add_argument(

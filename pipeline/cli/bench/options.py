@@ -65,16 +65,7 @@ SHARED = Preset((16,), Length(650, "words"), Length(600, "words"), 64)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline bench`."""
     server = parser.add_argument_group("server")
-    where = server.add_mutually_exclusive_group()
-    where.add_argument(
-        "--url",
-        type=types.http_url,
-        default="http://127.0.0.1:8000",
-        help="base URL of the server; by default %(default)s",
-    )
-    where.add_argument(
-        "--port", dest="url", type=types.local_url, metavar="PORT", help="the server at this port of this machine"
-    )
+    types.add_server(server, "by default %(default)s", default=types.DEFAULT_URL)
     server.add_argument(
         "--model",
         default="auto",
@@ -83,9 +74,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
-    )
-    server.add_argument(
-        "--api-key", type=types.api_key, help="API key, sent as a bearer token; by default $PIPELINE_API_KEY"
     )
     server.add_argument(
         "--timeout", type=types.duration, default=600.0, metavar="TIME", help="deadline of each request; by default 10m"

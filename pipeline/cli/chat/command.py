@@ -10,11 +10,11 @@ from typing import Any
 from pipeline.cli.chat.connection import AnswerError, ChatConnection
 from pipeline.cli.chat.conversation import ChatHistory
 from pipeline.cli.chat.dialogue import FAILED, Dialogue
-from pipeline.cli.chat.options import DEFAULT_URL
 from pipeline.cli.chat.reader import LineReader
 from pipeline.cli.chat.screen import Screen
 from pipeline.cli.complain import complain
 from pipeline.cli.no_server import host_and_port
+from pipeline.cli.option_types import DEFAULT_URL
 from pipeline.cli.own_server import own_settings, started
 from pipeline.cli.server_choice import look
 from pipeline.client.embedded.server import EmbeddedServer

@@ -4,12 +4,10 @@ import argparse
 
 from pipeline.cli import option_types as types
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline chat`, except those of settings."""
-    types.add_server(parser, f"by default the one at {DEFAULT_URL}, or else one of its own")
+    types.add_server(parser, f"by default the one at {types.DEFAULT_URL}, or else one of its own")
     parser.add_argument(
         "--timeout",
         type=types.duration,

@@ -18,7 +18,7 @@ from pipeline.http_server.request_turns import another_turn
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.queues.work_pool import WorkPool
-from pipeline.stages.gateway.admin import health, pipeline_state
+from pipeline.stages.gateway.admin import health, live_state
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter, controlled, id_of
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
 from pipeline.stages.gateway.admin.health import FINE, HealthBody, HealthQuery
@@ -214,7 +214,7 @@ class ServerApi:
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="stage_unresponsive"
             )
-        return _json(pipeline_state.state_of(stats, self._requests, current_scope()))
+        return _json(live_state.state_of(stats, self._requests, current_scope()))
 
     async def load(self, http_request: web.Request) -> web.StreamResponse:
         return _json(self.server_load())

@@ -4,7 +4,7 @@ from pipeline.http_server.bodies.abort_body import AbortBody, ControlBody
 from pipeline.stages.gateway.admin.abort_requests import Aborted, Controlled
 from pipeline.stages.gateway.admin.adapters import LoadAdapterBody, UnloadAdapterBody
 from pipeline.stages.gateway.admin.health import HealthBody
-from pipeline.stages.gateway.admin.pipeline_state import PipelineState
+from pipeline.stages.gateway.admin.live_state import LiveState
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
 from pipeline.stages.gateway.admin.server_info import (
     CONFIG_FORMATS,
@@ -142,7 +142,7 @@ ROUTES = (
         "/pipeline",
         "pipeline",
         "The stages, the KV cache and the latest requests.",
-        reply=PipelineState,
+        reply=LiveState,
     ),
     Route(
         "GET",

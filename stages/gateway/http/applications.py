@@ -16,7 +16,7 @@ from pipeline.http_server.access.guard import OPEN_PATHS
 from pipeline.http_server.access.key_accounts import add_limit_headers
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.listener import HttpListener
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
 from pipeline.http_server.sockets.connections import HttpConnections, limit_of
@@ -103,7 +103,7 @@ class Applications(ABC):
         settings: Settings,
         keys: Keys | None,
         unread: UnreadReplies,
-        refusal_log: RefusalLog,
+        rejection_log: RejectionLog,
         access_log: AccessLog | None,
     ) -> tuple[int, list[HttpListener]]:
         """The port, and the listeners on the launch's sockets: the one for clients, then the admin listener if there is
@@ -114,7 +114,7 @@ class Applications(ABC):
         page_paths = files.paths() if self._has_page else ()
         rules = ListenerRules.main(
             gateway,
-            refusal_log,
+            rejection_log,
             keys=keys,
             open_paths=frozenset((*(() if has_admin else OPEN_PATHS), *page_paths)),
             cors=self.cors,
@@ -130,6 +130,6 @@ class Applications(ABC):
         port = sock.getsockname()[1]
         found = [HttpListener(self.app(has_admin_routes=not has_admin), sock, rules, tls=tls, **shared)]
         if has_admin:
-            rules = ListenerRules.admin(gateway, refusal_log, access_log)
+            rules = ListenerRules.admin(gateway, rejection_log, access_log)
             found.append(HttpListener(self.admin_app(), socket.socket(fileno=launch.admin_fd), rules, **shared))
         return port, found

@@ -185,7 +185,7 @@ class RequestReader:
                 json_at=head.num_point_bytes,
             )
         except OutOfTime:
-            raise self._requests.refusals.timed_out(self._timeout_s or given_s) from None
+            raise self._requests.rejections.timed_out(self._timeout_s or given_s) from None
         except ApiError as error:
             self._count_overloaded(error)
             raise
@@ -193,4 +193,4 @@ class RequestReader:
     def _count_overloaded(self, error: ApiError) -> None:
         """Count a request that is refused because too much is received, or waits."""
         if error.code == "overloaded":
-            self._requests.refusals.overloaded(error)
+            self._requests.rejections.overloaded(error)

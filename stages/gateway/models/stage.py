@@ -21,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.http_server.access.key_accounts import KeyAccounts
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.listener import HttpListener
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.http_server.sockets import descriptors
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
@@ -83,7 +83,7 @@ class ModelGateways:
         self._socket.setblocking(False)
         self._decoder: MessageDecoder[ToSharedGateway] = MessageDecoder(ToSharedGateway)
         self._accounts = KeyAccounts.inherited(launch.keys_fd, launch.usage_fd, 0)
-        self.refusal_log = RefusalLog(self._log)
+        self.rejection_log = RejectionLog(self._log)
         self.access_log = AccessLog.of(launch.settings.access_log, self._accounts.name_of)
         self._dropped_log = dropped_log(self._log)
         self._sender = PacketSender(self._socket)
@@ -141,7 +141,7 @@ class ModelGateways:
     async def _start_http(self) -> None:
         settings = self._launch.settings
         self._http_port, self._http = self._app.listeners(
-            self._launch, settings, self._accounts.keys, self._unread, self.refusal_log, self.access_log
+            self._launch, settings, self._accounts.keys, self._unread, self.rejection_log, self.access_log
         )
         for listener in self._http:
             await listener.start()
@@ -188,7 +188,7 @@ class ModelGateways:
             await self._zmq_server.start()
 
     def _flush(self) -> None:
-        self.refusal_log.flush()
+        self.rejection_log.flush()
         if self.access_log is not None:
             self.access_log.writer.report(self._dropped_log)
 

@@ -6,6 +6,6 @@ results.py        what the stages send about them
 recovery.py       submits them again when a stage has died
 deadlines.py      when they end at the latest; late_stages.py fails those that wait for a stage that hangs
 abort_ids.py      finds them by the ids that abort them
-refusals.py       counts those that are not opened; request_errors.py has the errors of those that fail
+rejections.py     counts those that are not opened; request_errors.py has the errors of those that fail
 timings.py        how long each took
 """

@@ -33,7 +33,7 @@ from pipeline.stages.gateway.open_requests.abort_ids import AbortIds
 from pipeline.stages.gateway.open_requests.deadlines import RequestDeadlines
 from pipeline.stages.gateway.open_requests.late_stages import LateStages
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, log_fields
-from pipeline.stages.gateway.open_requests.refusals import Refusals
+from pipeline.stages.gateway.open_requests.rejections import Rejections
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.stage_sender import StageSender
 from pipeline.stages.gateway.open_requests.submit import new_sequences, new_submits
@@ -74,7 +74,7 @@ class RequestTable:
         self._idle.set()
         self._trace = stage.trace
         self.metrics = GatewayMetrics()
-        self.refusals = Refusals(self.metrics, stage.log)
+        self.rejections = Rejections(self.metrics, stage.log)
         self.limited_log = LimitedLog(stage.log)
         self.recent = RecentRequests()
         stage.control_requests.own_counts = lambda: self.metrics.counts(
@@ -133,14 +133,14 @@ class RequestTable:
         try:
             self.unread_output.check_room(body_bytes, media_bytes)
         except ApiError as error:
-            self.refusals.overloaded(error)
+            self.rejections.overloaded(error)
             raise
 
     def _check_late_stages(self, *, generates: bool) -> None:
         try:
             self.late_stages.check(generates=generates)
         except ApiError as error:
-            self.refusals.log(error)
+            self.rejections.log(error)
             raise
 
     def open(self, parsed: ParsedRequest, received: Received | None) -> Request:
@@ -150,12 +150,12 @@ class RequestTable:
         self._check_late_stages(generates=not parsed.is_prompt_only)
         timeout_s, after_s = self._deadlines.time_of(parsed)
         if parsed.received_s and not self._stage.replay_context.is_replaying and begin_s >= parsed.received_s + after_s:
-            raise self.refusals.timed_out(timeout_s)
+            raise self.rejections.timed_out(timeout_s)
         try:
             request = self._open(parsed, received)
         except ApiError as error:
             if error.code == "overloaded":
-                self.refusals.overloaded(error)
+                self.rejections.overloaded(error)
             raise
         if parsed.left_out and not parsed.is_prompt_only and not self._stage.replay_context.is_replaying:
             self._left_out_log.add(len(parsed.left_out), types=", ".join(parsed.left_out))
@@ -281,7 +281,7 @@ class RequestTable:
         for request in {id(one.request): one.request for one in self._table.values()}.values():
             if (error := self.late_stages.error_of(request)) is not None and not request.is_finished:
                 self._stage.replay_context.event("late", request.number, error.message.encode())
-                self.refusals.log(error)
+                self.rejections.log(error)
                 request.fail(error)
 
     def _abort(self, request: Request, why: str) -> None:

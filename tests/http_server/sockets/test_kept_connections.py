@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.listener import MAX_PIPELINED, HttpListener
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.sockets.connections import HttpConnections
 from pipeline.http_server.sockets.deliveries import Deliveries
@@ -56,7 +56,7 @@ async def serving(
     listener = HttpListener(
         app,
         sock,
-        ListenerRules.admin(GatewaySettings(), RefusalLog(logging.getLogger("test"))),
+        ListenerRules.admin(GatewaySettings(), RejectionLog(logging.getLogger("test"))),
         max_header_bytes=MAX_HEADER_BYTES,
         tls=tls,
         connections=HttpConnections() if connections is None else connections,

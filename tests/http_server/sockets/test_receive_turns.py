@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.http_server.listener import HttpConnection
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.http_server.sockets import receive_turns
 from pipeline.http_server.sockets.arrivals import Arrivals
 from pipeline.http_server.sockets.connections import Connection, HttpConnections
@@ -228,7 +228,7 @@ class CountedConnections(HttpConnections):
 async def test_a_turn_that_comes_while_aiohttp_has_paused_reading_is_not_lost(has_tls: bool) -> None:
     connections, loop = CountedConnections(), asyncio.get_running_loop()
     manager = web.Server(lambda _: pytest.fail())
-    connection = HttpConnection(manager, connections, RefusalLog(logging.getLogger()), loop=loop)
+    connection = HttpConnection(manager, connections, RejectionLog(logging.getLogger()), loop=loop)
     raw: Any = FakeTransport()
     connection.raw, connection.transport = raw, FakeTransport() if has_tls else raw  # type: ignore[assignment]
     connection.receive = raw.resume_reading

@@ -52,6 +52,8 @@ def test_code_parts_of_words_and_marked_lines_pass(line: str) -> None:
     [
         ("class _PanelPlace: pass", "_PanelPlace"),
         ("class Gone(Exception): pass", "Gone"),
+        ("class Events: pass", "Events"),
+        ("class PipelineState: pass", "PipelineState"),
         ("def next_place(): pass", "next_place"),
         ("async def took(): pass", "took"),
         ("def f(places, /): pass", "places"),

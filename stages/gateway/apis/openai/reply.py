@@ -158,7 +158,7 @@ def detokenized(request: Request) -> bytes:
     return _encoder.encode(Detokenized(prompt_request.prompt_text or ""))
 
 
-class Events(ReplyEvents):
+class CompletionEvents(ReplyEvents):
     """The events of one streamed response.
 
     chat:         role, content …    for each choice, interleaved; then usage if requested, then [DONE]
@@ -314,8 +314,8 @@ class ChatDialect(Dialect):
     def whole(self, request: Request) -> bytes:
         return whole(request, is_chat=True)
 
-    def events(self, request: Request) -> Events:
-        return Events(request, is_chat=True)
+    def events(self, request: Request) -> CompletionEvents:
+        return CompletionEvents(request, is_chat=True)
 
 
 class CompletionDialect(Dialect):
@@ -332,8 +332,8 @@ class CompletionDialect(Dialect):
     def whole(self, request: Request) -> bytes:
         return whole(request, is_chat=False)
 
-    def events(self, request: Request) -> Events:
-        return Events(request, is_chat=False)
+    def events(self, request: Request) -> CompletionEvents:
+        return CompletionEvents(request, is_chat=False)
 
 
 CHAT, COMPLETION = ChatDialect(), CompletionDialect()

@@ -9,7 +9,7 @@ import { byId, el, replace } from "./common/dom.js";
 import { load, save } from "./common/store.js";
 import { KeyDialog } from "./key_dialog.js";
 import { chosen, isLoaded, label, modelsOf, stateOf } from "./model_choice.js";
-import { PipelineView } from "./pipeline/view.js";
+import { LiveView } from "./pipeline/view.js";
 
 const RETRY_MS = 3000;
 const MODELS_MS = 3000;
@@ -20,7 +20,7 @@ const THEMES = /** @type {const} */ (["system", "light", "dark"]);
 let modelsTimer = 0;
 let shown = "";
 const chat = new Chat(byId("chat-view"));
-const pipeline = new PipelineView(byId("pipeline-view"), showAnswers);
+const pipeline = new LiveView(byId("pipeline-view"), showAnswers);
 const keys = new KeyDialog(() => findModel());
 
 whenKeyNeeded(() => {

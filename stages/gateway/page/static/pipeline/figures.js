@@ -91,7 +91,7 @@ export class Figures {
   }
 
   /**
-   * @param {import("./state.js").PipelineState} state
+   * @param {import("./state.js").LiveState} state
    * @param {import("./state.js").History} history
    */
   update(state, history) {

@@ -14,7 +14,7 @@
  * @typedef {{model: string, version: string, state: string, unix_s: number, uptime_s: number, gateway: number,
  *   num_running: number, num_waiting: number, num_swapped: number, max_model_len: number, block_size: number,
  *   kv_blocks: {free: number, cached: number, held: number, total: number}, counters: Counters,
- *   stages: StageState[], requests: RequestState[]}} PipelineState
+ *   stages: StageState[], requests: RequestState[]}} LiveState
  */
 
 /** The way of a request. */
@@ -47,16 +47,16 @@ const MAX_ROWS = 64;
 
 /** The answers of the last minute. */
 export class History {
-  /** @type {PipelineState[]} */
+  /** @type {LiveState[]} */
   #samples = [];
 
-  /** @param {PipelineState} state */
+  /** @param {LiveState} state */
   push(state) {
     const last = this.#samples.at(-1);
     if (last && (state.uptime_s < last.uptime_s || state.unix_s < last.unix_s)) this.#samples = []; // another server
     if (last?.unix_s === state.unix_s) return;
     this.#samples.push(state);
-    const keeps = (/** @type {PipelineState} */ one) => one.unix_s >= state.unix_s - WINDOW_S;
+    const keeps = (/** @type {LiveState} */ one) => one.unix_s >= state.unix_s - WINDOW_S;
     this.#samples = this.#samples.filter(keeps);
   }
 
@@ -120,7 +120,7 @@ export class Tracker {
   #places = new Map();
 
   /**
-   * @param {PipelineState} state
+   * @param {LiveState} state
    * @returns {{rows: Row[], moves: Move[]}} rows with the newest first, and which of them have moved
    */
   update({ gateway, requests, stages }) {
@@ -173,7 +173,7 @@ function byAge(a, b) {
 /**
  * The replicas of a stage as one.
  * @param {string} name without a number
- * @param {PipelineState} state
+ * @param {LiveState} state
  * @param {History} history
  * @returns {StageSummary}
  */

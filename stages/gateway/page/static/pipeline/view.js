@@ -16,7 +16,7 @@ const INTERVAL_MS = 400;
 const AFTER_ERROR_MS = 3000;
 const NAMES = ["gateway", "ingest", "schedule", "execute", "detokenize"];
 
-export class PipelineView {
+export class LiveView {
   #history = new History();
   #tracker = new Tracker();
   #figures = new Figures();
@@ -101,7 +101,7 @@ export class PipelineView {
     replace(this.#line, el("span", { class: "dot bad" }), "no answer");
   }
 
-  /** @param {import("./state.js").PipelineState} state */
+  /** @param {import("./state.js").LiveState} state */
   #update(state) {
     this.#history.push(state);
     this.#diagram.update(

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.metrics import stats as s
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.admin import handlers, pipeline_state
+from pipeline.stages.gateway.admin import handlers, live_state
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.http.access.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.peers import until
@@ -114,8 +114,8 @@ def test_each_sequence_of_a_request_is_listed(gate: Gate) -> None:
 
 
 def test_the_newest_come_first_and_their_number_is_limited(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_state, "MAX_OPEN", 2)
-    monkeypatch.setattr(pipeline_state, "MAX_FINISHED", 1)
+    monkeypatch.setattr(live_state, "MAX_OPEN", 2)
+    monkeypatch.setattr(live_state, "MAX_FINISHED", 1)
     ended = []
     for _ in range(2):
         reply = gate.post(CHAT)

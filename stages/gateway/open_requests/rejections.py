@@ -7,7 +7,7 @@ from pipeline.stages.gateway.errors import ApiError, Overloaded, timeout_error
 from pipeline.stages.gateway.metrics import GatewayMetrics
 
 
-class Refusals:
+class Rejections:
     """Those of one gateway."""
 
     def __init__(self, metrics: GatewayMetrics, log: logging.Logger) -> None:

@@ -19,8 +19,8 @@ from pipeline.http_server.error_responses import ERROR, REQUEST_ID, id_in_header
 from pipeline.http_server.errors import ApiError, truncated
 from pipeline.runtime.log.limited_log import LimitedLog
 
-REFUSED, FAILED = "rejected", "failed"
-_REST = {REFUSED: "rejected more requests", FAILED: "more requests failed"}
+REJECTED, FAILED = "rejected", "failed"
+_REST = {REJECTED: "rejected more requests", FAILED: "more requests failed"}
 """Messages of the lines with the numbers of those that were left out."""
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -29,7 +29,7 @@ _FIELD = re.compile(r"\w{1,64}", re.ASCII)
 """The first part of an error's `param`. The others may be keys that the client chose."""
 
 
-class RefusalLog:
+class RejectionLog:
     """Logs refused requests, and those that failed because of a fault of this program: at most MAX_LINES of each in
     INTERVAL_S."""
 
@@ -58,7 +58,7 @@ class RefusalLog:
         self._log.flush()
 
     def _add(self, request: web.BaseRequest, response: web.StreamResponse, error: ApiError) -> None:
-        if not self._log.has_room(logging.INFO, REFUSED):
+        if not self._log.has_room(logging.INFO, REJECTED):
             return
         fields: dict[str, object] = {"status": error.status}
         if error.code is not None:
@@ -69,7 +69,7 @@ class RefusalLog:
         request_id = id_in_headers(request, response) or request_ids.to_repeat(request.headers)
         if request_id is not None:
             fields["response_id"] = request_id
-        self._log.write(logging.INFO, REFUSED, **fields)
+        self._log.write(logging.INFO, REJECTED, **fields)
 
 
 class _IgnoreClientErrors(logging.Filter):

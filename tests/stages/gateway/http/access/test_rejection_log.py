@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from pipeline.http_server.error_responses import error_response
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rejection_log import RejectionLog
 from pipeline.runtime import messages as m
 from pipeline.runtime.log.limited_log import MAX_LINES
 from pipeline.stages.gateway.errors import ApiError
@@ -66,13 +66,13 @@ def test_a_request_that_a_stage_refuses_has_no_second_line(
 
 def test_the_lines_of_a_second_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 50.0
-    log = RefusalLog(logging.getLogger("tests.refusals"), lambda: now_s)
+    log = RejectionLog(logging.getLogger("tests.rejections"), lambda: now_s)
     request = make_mocked_request("GET", "/nothing")
 
     async def refuse(request: web.BaseRequest) -> web.StreamResponse:
         return error_response(request, ApiError(404, "Not found"))
 
-    caplog.set_level("INFO", "tests.refusals")
+    caplog.set_level("INFO", "tests.rejections")
     for _ in range(MAX_LINES + 5):
         asyncio.run(log.wrap(refuse)(request))  # type: ignore[arg-type]
     log.flush()

@@ -55,7 +55,7 @@ class StageState(msgspec.Struct):
     ]
 
 
-class PipelineCounters(msgspec.Struct):
+class LiveCounters(msgspec.Struct):
     """Since the start."""
 
     prompt_tokens: int
@@ -86,7 +86,7 @@ class RequestState(msgspec.Struct):
     hops_ms: Annotated[dict[str, float], Meta(description="Durations of the hops that have ended.")]
 
 
-class PipelineState(msgspec.Struct):
+class LiveState(msgspec.Struct):
     """GET /pipeline"""
 
     model: str
@@ -101,16 +101,16 @@ class PipelineState(msgspec.Struct):
     max_model_len: int
     block_size: Annotated[int, Meta(description="Tokens in a KV block.")]
     kv_blocks: Annotated[dict[str, int], Meta(description="free, cached and held make up the total")]
-    counters: PipelineCounters
+    counters: LiveCounters
     stages: Annotated[list[StageState], Meta(description="In the order of the flow.")]
     requests: Annotated[list[RequestState], Meta(description="The newest first: open ones, then ended ones.")]
 
 
-def state_of(stats: ServerStats, table: RequestTable, scope: str) -> PipelineState:
+def state_of(stats: ServerStats, table: RequestTable, scope: str) -> LiveState:
     """The reply to a client of a scope."""
     schedule = _counts(stats, ScheduleCounts)
     gateways = _counts(stats, GatewayCounts)
-    return PipelineState(
+    return LiveState(
         model=stats.model,
         version=stats.version,
         state=stats.state,
@@ -128,7 +128,7 @@ def state_of(stats: ServerStats, table: RequestTable, scope: str) -> PipelineSta
             "held": sum(one.num_blocks_held for one in schedule),
             "total": sum(one.num_blocks_total for one in schedule),
         },
-        counters=PipelineCounters(
+        counters=LiveCounters(
             prompt_tokens=sum(one.num_prompt_tokens for one in schedule),
             cached_tokens=sum(one.num_cached_tokens for one in schedule),
             output_tokens=sum(one.num_output_tokens for one in schedule),
