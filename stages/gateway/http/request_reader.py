@@ -93,7 +93,7 @@ class RequestReader:
             with self._waiting.hold(MESSAGE_PARTS * len(received.body), received.scope):
                 fetched = await self._fetcher.fetch(linked, received.scope, left_s)
         except TimeoutError:
-            raise self._requests.refusals.timed_out(timeout_s) from None
+            raise self._requests.rejections.timed_out(timeout_s) from None
         except ApiError as error:
             self._count_overloaded(error)
             raise
