@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.client.inputs.structured_params import StructuredOutputsParams
     from pipeline.client.llm import LLM
     from pipeline.client.logprobs import Logprob
-    from pipeline.client.outputs import CompletionOutput, RequestOutput
+    from pipeline.client.outputs import CompletionOutput, RequestOutput, RequestStateStats
     from pipeline.client.pooling_outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
@@ -40,6 +40,7 @@ _HOMES = {
     "PoolingRequestOutput": "pipeline.client.pooling_outputs",
     "RequestError": "pipeline.client.errors",
     "RequestOutput": "pipeline.client.outputs",
+    "RequestStateStats": "pipeline.client.outputs",
     "SamplingParams": "pipeline.client.inputs.sampling_params",
     "ScoringRequestOutput": "pipeline.client.pooling_outputs",
     "StructuredOutputsParams": "pipeline.client.inputs.structured_params",
@@ -63,6 +64,7 @@ __all__ = [
     "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
+    "RequestStateStats",
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",

@@ -80,10 +80,12 @@ class AsyncLLM(AsyncPoolingMethods):
         log_path: str | os.PathLike[str] | None = None,
         tensor_parallel: int | None = None,
         pipeline_parallel: int | None = None,
+        disable_log_stats: bool = True,
         caller: str = "AsyncLLM",
         **settings: Any,
     ) -> None:
-        """`tensor_parallel` and `pipeline_parallel` are settings of `execute`. `caller` is the class name in error
+        """`tensor_parallel` and `pipeline_parallel` are settings of `execute`. With `disable_log_stats=False`,
+        each output has `metrics` at its end. `caller` is the class name in error
         messages."""
         settings = with_vllm_names(caller, settings)
         settings = with_ranks(settings, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
@@ -92,6 +94,7 @@ class AsyncLLM(AsyncPoolingMethods):
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from error
         self._caller = caller
+        self._has_metrics = not disable_log_stats
         self._server: EmbeddedServer | None = None
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
@@ -356,7 +359,9 @@ class AsyncLLM(AsyncPoolingMethods):
     ) -> OpenRequest:
         """Create a request and register it by its name."""
         parts = await self._parts(request_id)
-        request = self._open[parts.name] = OpenRequest(*parts, prompt, params, self._gateways.loss_error, options)
+        request = self._open[parts.name] = OpenRequest(
+            *parts, prompt, params, self._gateways.loss_error, options, has_metrics=self._has_metrics
+        )
         return request
 
     async def _parts(self, request_id: str | None) -> RequestParts:

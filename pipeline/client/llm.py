@@ -76,6 +76,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         progress: bool = True,
         tensor_parallel: int | None = None,
         pipeline_parallel: int | None = None,
+        disable_log_stats: bool = True,
         **settings: Any,
     ) -> None:
         self._llm = AsyncLLM(
@@ -88,6 +89,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
             log_path=log_path,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
+            disable_log_stats=disable_log_stats,
             caller="LLM",
             **settings,
         )

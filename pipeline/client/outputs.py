@@ -30,6 +30,26 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
+class RequestStateStats(msgspec.Struct):
+    """When a request got where, with the names of vLLM's metrics. `…_ts` are on the scale of this process's
+    time.monotonic(); a server on another machine has another clock, whose difference is in all of them."""
+
+    arrival_time: float
+    """Unix time at which the gateway received the request, in seconds."""
+    queued_ts: float
+    """When the first of its sequences entered the scheduler's waiting queue."""
+    scheduled_ts: float
+    """When the first step of the first sequence was planned."""
+    first_token_ts: float
+    """When the first token was sampled."""
+    last_token_ts: float
+    """When the last token of all sequences was sampled."""
+    first_token_latency: float
+    """Seconds from the arrival until the gateway had the first token's text."""
+    num_generation_tokens: int
+    """Of all sequences, those that were not returned included."""
+
+
 class RequestOutput(msgspec.Struct):
     """The output of one prompt."""
 
@@ -48,3 +68,5 @@ class RequestOutput(msgspec.Struct):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each of the prompt's ids, as in `CompletionOutput.logprobs`, and None for the first. None until all are
     known, and if not requested."""
+    metrics: RequestStateStats | None = None
+    """Set at the end if the `LLM` was made with `disable_log_stats=False`, unless the request was aborted."""

@@ -16,7 +16,8 @@ from pipeline.client.inputs.prompts import CheckedPrompt
 from pipeline.client.inputs.request_options import RequestOptions
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob, num_logprobs
-from pipeline.client.outputs import CompletionOutput, OutputKind, RequestOutput
+from pipeline.client.outputs import CompletionOutput, OutputKind, RequestOutput, RequestStateStats
+from pipeline.client.request_metrics import metrics_of
 from pipeline.errors import PromptError, ServerFailed, UserError
 
 TIMED_OUT = "timeout"
@@ -55,12 +56,16 @@ class OpenRequest:
         params: SamplingParams,
         loss_error: Callable[[ConnectionLost], Awaitable[UserError]],
         options: RequestOptions,
+        *,
+        has_metrics: bool = False,
     ) -> None:
-        """The first four are `RequestParts`. `loss_error` returns the error to raise for a lost connection."""
+        """The first four are `RequestParts`. `loss_error` returns the error to raise for a lost connection. With
+        `has_metrics`, the last output has the request's metrics."""
         self.name = name
         self.prompt_ids: list[int] = []
         self._client = client
         self._slots = slots
+        self._has_metrics = has_metrics
         self._prompt = prompt
         self._params = params
         # A prompt's own salt has precedence over the batch's.
@@ -75,6 +80,7 @@ class OpenRequest:
         self._has_reported_abort = False
         """Whether `more` has reported the end of a request without output."""
         self._num_cached: int | None = None
+        self._metrics: RequestStateStats | None = None
         self._waiting: asyncio.Timeout | None = None
 
     async def open(self) -> None:
@@ -110,6 +116,8 @@ class OpenRequest:
             with suppress(RequestError, ConnectionLost):  # the output is complete anyway
                 await self._stream.closed()  # the next message has num_cached_tokens
             self._num_cached = self._stream.num_cached_tokens
+            if self._stream.timings is not None:
+                self._metrics = metrics_of(self._stream.timings)
         return sum(len(output.token_ids) for output in outputs)
 
     def output(self, kind: OutputKind) -> RequestOutput:
@@ -136,6 +144,7 @@ class OpenRequest:
             finished,
             self._num_cached if finished else None,
             self._prompt_logprobs(),
+            self._metrics if finished else None,
         )
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -196,7 +205,9 @@ class OpenRequest:
 
     def _opened(self) -> Stream:
         options = self._options._asdict()
-        return self._client.generate(self._prompt.prompt, self._params, name=self._caller_id, **options)
+        return self._client.generate(
+            self._prompt.prompt, self._params, name=self._caller_id, timings=self._has_metrics, **options
+        )
 
     @asynccontextmanager
     async def _abortable(self) -> AsyncIterator[None]:

@@ -6,8 +6,8 @@
     detokenize   the options, and text that is held back
 
 The sum is an upper bound; tests/stages/gateway/admission/test_open_bytes.py compares it with what the processes' own
-structs take. It has no part for what is fixed by settings, such as the rows of schedule and execute, and arenas. Encoded
-images are counted apart (media_admission.py).
+structs take. It has no part for what is fixed by settings, such as the rows of schedule and execute, and arenas.
+Encoded images are counted apart (media_admission.py).
 
 A prompt is bounded before it is read in, and output as it grows; `most_bytes` is the largest size that a request can
 reach, as far as its fields bound it.

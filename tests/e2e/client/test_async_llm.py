@@ -1,6 +1,7 @@
 """`AsyncLLM`: streams, concurrency, and how streams end."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from itertools import pairwise
@@ -52,6 +53,23 @@ async def test_outputs_are_cumulative_deltas_or_final_only(streams: AsyncLLM, ll
     (final,) = await all_of(streams.generate("Hello", params, output_kind="final"))
     assert final.outputs == whole.outputs
     assert final.prompt_token_ids == whole.prompt_token_ids
+
+
+async def test_the_last_output_has_the_request_s_metrics(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, n=2, max_tokens=12, ignore_eos=True)
+    begun_s, begun_unix_s = time.monotonic(), time.time()
+    async with AsyncLLM(address=llm.address, disable_log_stats=False) as streams:
+        outputs = await all_of(streams.generate("Hello", params))
+    assert [output.metrics is not None for output in outputs] == [output.finished for output in outputs]
+    found = outputs[-1].metrics
+    assert found is not None and found.num_generation_tokens == 24
+    times = [found.queued_ts, found.scheduled_ts, found.first_token_ts, found.last_token_ts]
+    assert times == sorted(times) and found.first_token_ts < found.last_token_ts
+    clocks_s = 0.05  # they may be adjusted meanwhile
+    assert begun_s - clocks_s <= times[0] and times[-1] <= time.monotonic() + clocks_s
+    assert begun_unix_s - clocks_s <= found.arrival_time <= time.time() + clocks_s
+    assert 0 < found.first_token_latency < time.monotonic() - begun_s
+    assert llm.generate("Hello", GREEDY)[0].metrics is None
 
 
 async def test_a_chat_can_be_streamed(streams: AsyncLLM, llm: LLM) -> None:
