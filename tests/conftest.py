@@ -69,6 +69,9 @@ ALONE = (
     # Limits of wall-clock or CPU time.
     "tests/e2e/http/access/test_admission.py::test_a_full_server_rejects_requests_at_once",
     "tests/e2e/http/attacks/test_hostile.py",
+    # A thousand uploads, which take six minutes of the whole machine.
+    "tests/e2e/http/attacks/test_open_bytes.py",
+    "tests/e2e/http/attacks/test_open_bytes_pooled.py",
     "tests/e2e/recovery/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
     "tests/e2e/recovery/test_life_and_death.py::test_when_the_supervisor_is_killed",
     # It measures servers, and needs that requests end in each measurement.

@@ -116,7 +116,7 @@ LONG = (
     "tests/e2e/recovery/test_sleep_gateway.py::test_streams_outlive_a_gateway_that_dies_while_the_server_sleeps[waking]",
     "tests/e2e/recovery/test_scaling.py::test_clients_receive_what_they_would_have_received[stages1]",
     "tests/e2e/replaced/test_new_server.py::test_a_signal_while_streams_of_the_replaced_server_are_open_ends_both",
-    "tests/e2e/replaced/test_signals.py::test_all_processes_end[one model-stopped first]",
+    "tests/e2e/replaced/test_signals.py::test_all_processes_end[one model-stopped first",
     "tests/e2e/several/test_turns.py::test_a_stage_that_is_killed_during_a_swap_changes_no_text[schedule]",
     "tests/stages/ingest/test_fairness.py::test_fair_turns_are_replayed[False",
     # It compiles a library of its own; tests/kernels/cpu/library/test_build.py tests how, and with which options.

@@ -23,6 +23,7 @@ from tests.slices import part_of
 from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
 NUM_MOMENTS = part_of(40, 1)
+NUM_PARTS = part_of(10, 1)
 SEED = 1
 END_S = 30.0
 KINDS = {
@@ -75,10 +76,11 @@ def change(server: Server, several: bool) -> None:
         pass
 
 
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("several", [False, True], ids=["one model", "several models"])
-def test_all_processes_end(folder: Path, kind: str, several: bool) -> None:
-    for number in range(NUM_MOMENTS):
+def test_all_processes_end(folder: Path, kind: str, several: bool, part: int) -> None:
+    for number in range(part, NUM_MOMENTS, NUM_PARTS):
         dice = random.Random(f"{SEED}:{kind}:{several}:{number}")
         moment_s = dice.uniform(0.0, LAST_S[kind])
         with server_of(folder, several, kind != "start") as server:

@@ -28,6 +28,8 @@ from tests.http_server.accepted import all_accepted
 from tools.fuzzing.replies import FramingError, Reply, ReplyReader
 
 ALL = bool(os.environ.get("PIPELINE_ALL_CASES"))
+NUM_PARTS = 8 if ALL else 1
+"""Of the paths, each a test of its own: all of them take minutes, and many more beside other tests."""
 PATIENCE_S = 30.0
 METHODS = ("HEAD", "GET", "OPTIONS", "POST", "PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "PROPFIND", "QUERY", "FOO")
 QUERIES = ("", "?stream=true", "?stream=true&starting_after=0")
@@ -264,10 +266,11 @@ def paths_of(bodies: dict[str, bytes], response_id: str, *, is_admin: bool | Non
     return list(paths.items())
 
 
-def test_replies_of_the_gateway(server: Server, gateway: Target, bodies: dict[str, bytes], response_id: str) -> None:
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_replies_of_the_gateway(server: Server, gateway: Target, bodies: dict[str, bytes], part: int) -> None:
     others = [*NO_ROUTES, *list(files.paths())[:2]]
     paths = [*paths_of(bodies, "resp_unknown"), *((path, b"{}") for path in others)]
-    walk(gateway, paths)
+    walk(gateway, paths[part::NUM_PARTS])
     server.until_idle()
     assert "Traceback" not in server.log()
 
@@ -288,9 +291,10 @@ def test_replies_of_the_admin_listener(tiny_model: Path) -> None:
         walk(admin, [*paths_of({}, "x", is_admin=True), ("/nothing", b"{}")])
 
 
-@pytest.mark.timeout(1200)  # all cases beside other servers
-def test_replies_of_the_ingress(ingress: Target, bodies: dict[str, bytes], response_id: str) -> None:
-    walk(ingress, [*paths_of(bodies, response_id), *((path, b"{}") for path in NO_ROUTES)], 3)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_replies_of_the_ingress(ingress: Target, bodies: dict[str, bytes], response_id: str, part: int) -> None:
+    paths = [*paths_of(bodies, response_id), *((path, b"{}") for path in NO_ROUTES)]
+    walk(ingress, paths[part::NUM_PARTS], 3)
 
 
 def test_the_reader_is_strict() -> None:
