@@ -2,12 +2,17 @@
 
 From then on a request with URLs is one with the bytes: they are fetched once, whatever dies later, and a recording has
 them (`Received.fetched`).
+
+A thread with a loop of its own fetches: a host may send what costs most for its size, such as chunks of one byte, of
+which a read of 256 KiB has tens of thousands.
 """
 
 import asyncio
+import functools
 import math
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
@@ -52,6 +57,18 @@ class MediaFetcher:
         self._tls = tls
         self._gate = FairGate(NUM_REQUESTS, NUM_REQUESTS - 1)
 
+    @functools.cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """Of the thread, which starts with the first image and does not keep the process from ending."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="fetching images", daemon=True).start()
+        return loop
+
+    async def _in_thread(self, images: Sequence[LinkedImage], scope: str) -> list[bytes]:
+        """`_fetch_all`, to its end, also if this is cancelled: then it is, too."""
+        fetching = asyncio.run_coroutine_threadsafe(self._fetch_all(images, scope), self._loop)
+        return await asyncio.wrap_future(fetching)
+
     async def fetch(self, images: Sequence[LinkedImage], scope: str, left_s: float = math.inf) -> list[bytes]:
         """The content of images of one request, in order. `left_s` is what the request may still take. Raises
         ApiError, and TimeoutError if that has passed."""
@@ -59,7 +76,7 @@ class MediaFetcher:
             async with asyncio.timeout(min(WAIT_S, left_s)):
                 await self._gate.enter(scope, len(images))
                 try:
-                    return await self._fetch_all(images, scope)
+                    return await self._in_thread(images, scope)
                 finally:
                     self._gate.leave(scope)
         except TimeoutError:

@@ -22,7 +22,7 @@ Addresses = list[tuple[int, str]]
 
 
 class Lookups:
-    """Of one gateway. Belongs to its loop."""
+    """Of one gateway. Belongs to the loop that fetches."""
 
     def __init__(self, look: Callable[[str, int], Addresses] | None = None) -> None:
         """`look` is called in a thread. Raises OSError, UnicodeError."""

@@ -1,8 +1,11 @@
 """Images of URLs are fetched from a server over TLS, within limits of bytes and time, and without redirects."""
 
 import asyncio
+import contextlib
+import socket
 import ssl
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -46,6 +49,20 @@ class Site:
                 await response.prepare(request)
                 while True:
                     await response.write(bytes(1000))
+                    await asyncio.sleep(0)  # a client that reads at once never makes it wait
+            case "/cut":
+                response = web.StreamResponse(headers={"Content-Length": str(2 * len(DATA))})
+                await response.prepare(request)
+                await response.write(DATA)
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            case "/long":
+                response = web.StreamResponse(headers={"Content-Length": str(MAX_BYTES + 1)})
+                await response.prepare(request)
+                await self.go_on.wait()
+            case "/page":
+                return web.Response(text="<html>", content_type="text/html")
         return web.Response(body=DATA)
 
     def image(self, path: str, host: str = "localhost") -> LinkedImage:
@@ -95,6 +112,8 @@ async def test_images_come_in_order_and_are_asked_for_without_anything_else(site
         ("/redirect", "is a redirect (302), and none are followed"),
         ("/missing", "'localhost' answers 404"),
         ("/compressed", "comes compressed"),
+        ("/cut", "could not be fetched from 'localhost'"),
+        ("/long", f"is too large: the images of a request that are fetched have {MAX_BYTES} bytes"),
         ("/endless", f"is too large: the images of a request that are fetched have {MAX_BYTES} bytes"),
     ],
 )
@@ -108,6 +127,49 @@ async def test_other_answers_are_refused(site: Site, path: str, words: str) -> N
 async def test_images_of_a_request_have_one_limit_together(site: Site) -> None:
     assert len(await fetcher_of().fetch([site.image("/a")] * 3, "")) == 3
     assert "is too large" in (await error_of(fetcher_of(), *[site.image("/a")] * 4)).message
+
+
+async def test_what_a_host_calls_its_content_does_not_count(site: Site) -> None:
+    """Ingest looks at the first bytes, as with base64."""
+    assert await fetcher_of().fetch([site.image("/page")], "") == [b"<html>"]
+
+
+HOSTILE = {
+    "chunks of one byte": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 10_000),
+    "interim responses": (b"", b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" * 2_000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_what_is_dear_for_its_size_does_not_take_the_loop_s_time(name: str) -> None:
+    """Eight megabytes of it took the gateway's loop 0.2 s, in turns of 50 ms for each connection."""
+    begin, unit = HOSTILE[name]
+    over = threading.Event()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(CERT, KEY)
+
+    def send(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with contextlib.suppress(OSError), context.wrap_socket(client, server_side=True) as connection:
+            connection.recv(4096)
+            connection.sendall(begin + unit * (8 * 1024**2 // len(unit)))
+            over.set()
+            connection.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=send, args=(listener,))
+        thread.start()
+        image = LinkedImage(data=b"", param="url", url=URL(f"https://localhost:{listener.getsockname()[1]}/"))
+        begin_s = time.thread_time()
+        fetching = asyncio.create_task(fetcher_of(max_bytes=8 * 1024**2).fetch([image], ""))
+        while not (over.is_set() or fetching.done()):
+            await asyncio.wait([fetching], timeout=0.05)
+        took_s = time.thread_time() - begin_s
+        fetching.cancel()
+        await asyncio.wait([fetching])
+        thread.join()
+    assert over.is_set(), fetching.exception()
+    assert took_s < 0.1, took_s
 
 
 async def test_a_slow_server_has_a_deadline(site: Site) -> None:
@@ -142,7 +204,7 @@ async def test_name_servers_that_do_not_answer_keep_no_one_else_waiting(site: Si
     assert await found.fetch([site.image("/a")], "other") == [DATA]
     answered.set()
     while found._lookups._tasks:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # another thread's loop
     assert await found.fetch([site.image("/a")], "one") == [DATA]
     assert not found._lookups._num_of
 
