@@ -36,7 +36,8 @@ class DecodedImage:
 
 
 def mapped(key: bytes, answer: Decoded, fd: int) -> DecodedImage:
-    """The image that a child has left in a sealed memfd, which the caller closes. Raises ValueError if it has another size than its shape says."""
+    """The image that a child has left in a sealed memfd, which the caller closes. Raises ValueError if it has another
+    size than its shape says."""
     num_bytes = int(np.prod(answer.shape, dtype=object))
     if not answer.shape or min(answer.shape) < 1 or os.fstat(fd).st_size != num_bytes:
         raise ValueError(f"a decoded image of shape {answer.shape} has {os.fstat(fd).st_size} bytes")
