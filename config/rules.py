@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from pipeline.config.settings import ExecuteSettings, Settings
-from pipeline.config.values import browsers, core_list, hf_overrides, port_range, zmq_setting
+from pipeline.config.values import browsers, core_list, hf_overrides, otlp, port_range, zmq_setting
 
 BYTES_PER_ID = 4
 UNNAMED_KEY = re.compile(r"key-\d+")
@@ -54,6 +54,8 @@ def _gateway_problems(settings: Settings) -> list[str]:
         if gateway.replicas * least > getattr(gateway, key)
     ]
     if problem := zmq_setting.problem_of(gateway.zmq):
+        problems.append(problem)
+    if problem := otlp.problem_of(gateway.otlp_traces_endpoint):
         problems.append(problem)
     problems += browsers.problems_of(gateway.allowed_hosts, gateway.allowed_origins, gateway.allowed_media_domains)
     problems += browsers.cors_problems(gateway.allowed_methods, gateway.allowed_headers)

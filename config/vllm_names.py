@@ -53,6 +53,7 @@ AS_SETTINGS = {
     "--ssl-ca-certs": "gateway.ssl_ca_certs=FILE",
     "--ssl-certfile": "gateway.ssl_certfile=FILE",
     "--ssl-keyfile": "gateway.ssl_keyfile=FILE",
+    "--otlp-traces-endpoint": "gateway.otlp_traces_endpoint=URL",
     "--pipeline-parallel-size": "execute.pipeline_parallel=N",
     "--pp": "execute.pipeline_parallel=N",
     "--swap-space": "execute.swap_bytes=BYTES",

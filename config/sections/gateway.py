@@ -132,6 +132,14 @@ class GatewaySettings(Frozen, frozen=True):
             "the first token and between tokens."
         ),
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str,
+        Meta(
+            description="Send a trace of each finished request, with a span for each stage, to the OpenTelemetry "
+            'collector at this URL, as "http://127.0.0.1:4318/v1/traces" (OTLP over HTTP; needs the extra "otel"). '
+            "Empty: no traces."
+        ),
+    ] = ""
     api_keys_file: Annotated[
         str,
         Meta(

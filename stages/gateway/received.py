@@ -61,6 +61,8 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     """The one that it asked for when it was parsed. It may be gone, or another one, when the request is opened."""
     with_metrics: bool = False
     """The reply has vLLM's metrics."""
+    traceparent: str = ""
+    """The client's span, as in the W3C header of this name; see `otel.traces`."""
     seed: str = ""
     """Of /v1/responses: makes the ids of new items unique."""
     referred: Referred | None = None
@@ -80,6 +82,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
             has_resume_points=has_resume_points,
             scope=self.scope,
             with_metrics=self.with_metrics,
+            traceparent=self.traceparent,
             left_s=self.left_s,
         )
         if not self.num_point_bytes:

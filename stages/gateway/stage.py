@@ -47,6 +47,7 @@ from pipeline.stages.gateway.open_requests.early_ends import EarlyEnds
 from pipeline.stages.gateway.open_requests.recovery import Recovery
 from pipeline.stages.gateway.open_requests.results import ResultHandler
 from pipeline.stages.gateway.open_requests.table import RequestTable
+from pipeline.stages.gateway.otel.traces import Traces
 from pipeline.stages.gateway.parsing.build import check_model
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
@@ -134,6 +135,10 @@ class GatewayStage:
         elif not stage.replay_context.is_replaying:
             self._access_log = AccessLog.of(settings.access_log, self.requests.accounts.name_of)
             self.api.responses.access_log = self._access_log
+        self._traces: Traces | None = None
+        if settings.gateway.otlp_traces_endpoint and not stage.replay_context.is_replaying:
+            self._traces = Traces.to(settings.gateway.otlp_traces_endpoint, f"{stage.launch.model or 'server'}")
+            self.requests.recent.on_kept = self._traces.add
         self._dropped_log = dropped_log(stage.log)
         self._descriptor_watch = descriptors.DescriptorWatch(stage.log)
         self._handlers: dict[str, Handler] = {}
@@ -192,6 +197,8 @@ class GatewayStage:
             self.requests.accounts.close()
             if self._access_log is not None:
                 self._access_log.writer.close()
+            if self._traces is not None:
+                self._traces.close()
 
     @property
     def _end(self) -> ApiError:

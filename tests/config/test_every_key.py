@@ -104,6 +104,9 @@ EFFECTS = {
     "gateway.per_request_metrics": (
         "tests/stages/gateway/replies/test_vllm_fields.py::TestMetrics::test_the_times_of_a_request_are_in_its_reply"
     ),
+    "gateway.otlp_traces_endpoint": (
+        "tests/stages/gateway/otel/test_traces.py::test_a_collector_gets_the_spans_of_requests"
+    ),
     "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_is_accepted_only_with_a_key",
     "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
     "gateway.allowed_hosts": (

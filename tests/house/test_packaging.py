@@ -158,7 +158,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [(("pipeline", *LINKED), ("cuda", "media", "ray")), (("tests", "tools"), ("dev", "cuda", "ray"))],
+    [(("pipeline", *LINKED), ("cuda", "media", "otel", "ray")), (("tests", "tools"), ("dev", "cuda", "ray"))],
     ids=["package", "tests"],
 )
 def test_every_import_is_declared(folders: tuple[str, ...], extras: tuple[str, ...]) -> None:

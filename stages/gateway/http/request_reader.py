@@ -20,6 +20,7 @@ from pipeline.stages.gateway.admission.waiting_room import MESSAGE_PARTS, Waitin
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.media.fetcher import MediaFetcher
 from pipeline.stages.gateway.open_requests.table import RequestTable
+from pipeline.stages.gateway.otel.traces import TRACEPARENT, checked_traceparent
 from pipeline.stages.gateway.parsing import resumption
 from pipeline.stages.gateway.parsing.chat.images import LinkedImage
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -44,6 +45,7 @@ class RequestReader:
         self.bodies = BodyReader.of_settings(settings, limits.caps)
         self._timeout_s = settings.request_timeout_s
         self._with_metrics = settings.per_request_metrics
+        self._has_traces = bool(settings.otlp_traces_endpoint)
         self._fetcher = MediaFetcher() if fetcher is None else fetcher
         self._settings = settings
 
@@ -72,6 +74,7 @@ class RequestReader:
             scope=current_scope(),
             models=limits.allowed,
             with_metrics=self._with_metrics,
+            traceparent=checked_traceparent(http_request.headers.get(TRACEPARENT)) if self._has_traces else "",
         )
         parsed, received = await self._parse_request(http_request, head, parser or PARSERS[api], limits)
         parsed, received = await self._with_images(parsed, received)

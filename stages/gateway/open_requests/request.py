@@ -38,6 +38,7 @@ class Request:
         self.parsed = parsed
         self.formats = formats
         """How the model writes what `parsed.reply` looks for."""
+        self.is_chat = any(isinstance(prompt, m.ChatPrompt) for prompt in parsed.prompts)
         self.number = number
         """Counts the gateway's requests."""
         self._stage = stage

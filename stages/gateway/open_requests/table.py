@@ -319,7 +319,7 @@ class RequestTable:
         has_finished = request.prompt_requests and request.is_finished and request.failure is None
         if has_finished and not request.parsed.is_prompt_only:
             now_s = time.monotonic()
-            self.recent.keep(timings.times_of(request, now_s), request.parsed.scope)
+            self.recent.keep(request, timings.times_of(request, now_s))
             logged = request.prompt_requests if self._stage.log.isEnabledFor(logging.DEBUG) else ()
             for prompt_request in logged:
                 took_s = round(now_s - request.received_s, 4)

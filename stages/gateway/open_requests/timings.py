@@ -6,7 +6,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -132,8 +132,15 @@ class RecentRequests:
         self._kept: deque[tuple[str, RequestTimings]] = deque()
         """With the scope of each; see `api_keys`."""
         self._num_sequences = 0
+        self.on_kept: Callable[[Request, RequestTimings], None] | None = None
+        """Sends a request's trace."""
 
-    def keep(self, times: RequestTimings, scope: str) -> None:
+    def keep(self, request: "Request", times: RequestTimings) -> None:
+        if self.on_kept is not None:
+            self.on_kept(request, times)
+        self.add(times, request.parsed.scope)
+
+    def add(self, times: RequestTimings, scope: str) -> None:
         self._kept.append((scope, times))
         self._num_sequences += len(times.sequences)
         while len(self._kept) > NUM_KEPT or (self._num_sequences > MAX_KEPT_SEQUENCES and len(self._kept) > 1):

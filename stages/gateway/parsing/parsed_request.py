@@ -157,6 +157,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The reply has timings."""
     with_metrics: bool = False
     """The reply has vLLM's metrics."""
+    traceparent: str = ""
+    """The client's span; empty if it named none."""
     received_s: float = 0.0
     """When the request began to arrive, by time.monotonic(); 0 if unknown."""
     timeout_s: float | None = None

@@ -21,6 +21,10 @@ VLLM_OPTIONS = {
     "--enable-prefix-caching": ("schedule.prefix_caching", True),
     "--enable-sleep-mode": ("gateway.enable_sleep_mode", True),
     "--enable-per-request-metrics": ("gateway.per_request_metrics", True),
+    "--otlp-traces-endpoint=http://[::1]:4318/v1/traces": (
+        "gateway.otlp_traces_endpoint",
+        "http://[::1]:4318/v1/traces",
+    ),
     '--hf-overrides={"rope_theta": 1e6}': ("hf_overrides", '{"rope_theta": 1e6}'),
     "--chat-template=chatml.jinja": ("chat_template", "chatml.jinja"),
     "--generation-config=folder": ("generation_config", "folder"),

@@ -118,7 +118,7 @@ def timings(name: str, num_sequences: int) -> RequestTimings:
 def test_timings_of_recent_requests_are_kept_for_a_bounded_number_of_sequences(num_sequences: int) -> None:
     recent = RecentRequests()
     for number in range(2 * NUM_KEPT):
-        recent.keep(timings(f"reply-{number}", num_sequences), "")
+        recent.add(timings(f"reply-{number}", num_sequences), "")
     kept = list(recent.newest(""))
     num_kept = min(NUM_KEPT, max(1, MAX_KEPT_SEQUENCES // num_sequences))
     assert [one.response_id for one in kept] == [f"reply-{2 * NUM_KEPT - 1 - i}" for i in range(num_kept)]
