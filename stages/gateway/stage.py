@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from http import HTTPStatus
+from socket import gethostname
 from typing import Any, assert_never
 
 import msgspec
@@ -137,7 +138,7 @@ class GatewayStage:
             self.api.responses.access_log = self._access_log
         self._traces: Traces | None = None
         if settings.gateway.otlp_traces_endpoint and not stage.replay_context.is_replaying:
-            self._traces = Traces.to(settings.gateway.otlp_traces_endpoint, f"{stage.launch.model or 'server'}")
+            self._traces = Traces(settings.gateway.otlp_traces_endpoint, f"{gethostname()}/{stage.name}", stage.log)
             self.requests.recent.on_kept = self._traces.add
         self._dropped_log = dropped_log(stage.log)
         self._descriptor_watch = descriptors.DescriptorWatch(stage.log)

@@ -7,16 +7,17 @@ The times of a request are known when it ends (pipeline/metrics/request_timings.
 thread of the library sends them; if the collector is slow or gone, spans are dropped.
 """
 
+import logging
 import re
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from pipeline.http_server.errors import truncated
 from pipeline.metrics.request_timings import HOPS, STAGE_OF, RequestTimings, SequenceTimings
 from pipeline.runtime import messages as m
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
-
     from pipeline.stages.gateway.open_requests.request import Request
 
 MAX_SEQUENCES = 16
@@ -24,6 +25,8 @@ MAX_SEQUENCES = 16
 NUM_SHARED = HOPS.index("queue")
 """The first hops, which the sequences of a prompt have in common."""
 TRACEPARENT = "traceparent"
+CLOSE_S = 0.5
+LOG_EVERY_S = 60.0
 _VALID = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _OPERATIONS = {"generate": "text_completion", "embed": "embeddings"}
 
@@ -34,25 +37,30 @@ def checked_traceparent(header: str | None) -> str:
 
 
 class Traces:
-    """Makes and sends the spans of requests."""
+    """Makes and sends the spans of requests. `server` is the process in them, as HOST/STAGE."""
 
-    def __init__(self, tracer: "Tracer", close: Any) -> None:
-        self._tracer = tracer
-        self.close = close
-        """Sends what was not sent yet, and ends the thread."""
-
-    @classmethod
-    def to(cls, endpoint: str, server: str) -> "Traces":
+    def __init__(self, endpoint: str, server: str, log: logging.Logger) -> None:
         """To a collector that speaks OTLP over HTTP. The extra `otel` is installed: config/rules.py looks for it."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        self._exporter = OTLPSpanExporter(endpoint)
         resource = Resource.create({"service.name": "pipeline", "service.instance.id": server})
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
-        return cls(provider.get_tracer("pipeline"), provider.shutdown)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("pipeline")
+        library = logging.getLogger("opentelemetry")
+        library.handlers, library.propagate = [_Handler(log)], False
+
+    def close(self) -> None:
+        """Send what was not sent yet, if the collector takes it within `CLOSE_S`, and end the threads. Blocks."""
+        sending = threading.Thread(target=self._provider.shutdown, name="otel close", daemon=True)
+        sending.start()
+        sending.join(CLOSE_S)
+        self._exporter.shutdown()  # it waits for no further attempt
+        sending.join(CLOSE_S)
 
     def add(self, request: "Request", times: RequestTimings) -> None:
         """The request has ended, and its times are known."""
@@ -90,6 +98,21 @@ class Traces:
                 hop = self._tracer.start_span(HOPS[number], within, attributes=attributes, start_time=ns(begin_s))
                 hop.end(ns(end_s))
         span.end(ns(max(one.stamps_s[-1] for one in times.sequences)))
+
+
+class _Handler(logging.Handler):
+    """Writes what the library says of a collector that does not answer into the stage's log, a line a minute."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+        self._next_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (now_s := time.monotonic()) >= self._next_s:
+            self._next_s = now_s + LOG_EVERY_S
+            fields = {"problem": truncated(record.getMessage())}
+            self._log.warning("traces are not sent", extra={"fields": fields})
 
 
 def _operation(request: "Request") -> str:

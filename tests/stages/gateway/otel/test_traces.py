@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -101,12 +102,19 @@ def test_a_collector_gets_the_spans_of_requests(collector: Collector, tmp_path: 
     assert (names.count("tokenize"), names.count("decode")) == (1, 2), "two sequences of one prompt"
 
 
-def test_a_collector_that_is_gone_changes_nothing_for_clients(tmp_path: Path) -> None:
+def test_a_collector_that_is_gone_changes_nothing_for_clients_and_the_gateway_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Gate(tmp_path, otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as gate:
         for _ in range(3):
             reply = gate.post(CHAT)
             gate.delta(gate.begin(), "Hello", finish=m.Finish.STOP)
             assert reply.result().status_code == 200
+        ends_s = time.monotonic()
+    took_s = time.monotonic() - ends_s
+    assert took_s < 8, "the library alone tries for ten seconds, and the supervisor would kill the gateway"
+    lines = [record for record in caplog.records if record.message == "traces are not sent"]
+    assert len(lines) == 1 and lines[0].__dict__["fields"]["problem"].startswith("Transient")
 
 
 @pytest.mark.parametrize("header", [None, "", f"00-{TRACE}-{SPAN}", f"ff-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01\n"])
