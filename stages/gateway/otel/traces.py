@@ -59,7 +59,7 @@ class Traces:
         sending = threading.Thread(target=self._provider.shutdown, name="otel close", daemon=True)
         sending.start()
         sending.join(CLOSE_S)
-        self._exporter.shutdown()  # it waits for no further attempt
+        self._exporter.shutdown()  # type: ignore[no-untyped-call] # it waits for no further attempt
         sending.join(CLOSE_S)
 
     def add(self, request: "Request", times: RequestTimings) -> None:

@@ -1,6 +1,7 @@
 """The cache of decoded images is bounded in bytes and in descriptors, whatever images clients send."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def decoded(number: int, num_bytes: int) -> DecodedImage:
 
 
 def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("num_bytes", [1, 768, MAPPED_BYTES - 1, MAPPED_BYTES])
