@@ -83,6 +83,12 @@ class Request:
         self._push: Callable[[], bool] | None = None
         """Writes new output while the response's task waits."""
 
+    def release(self) -> None:
+        """Its response is over. It has references to itself, so it stays until a garbage collection; its images go."""
+        self.is_released = True
+        if self.parsed.images:
+            self.parsed = msgspec.structs.replace(self.parsed, images=[])
+
     @property
     def is_finished(self) -> bool:
         return self.num_open == 0

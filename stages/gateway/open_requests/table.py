@@ -310,7 +310,7 @@ class RequestTable:
         if request.is_released:
             return
         self._stage.replay_context.event("leave", request.number)
-        request.is_released = True
+        request.release()
         if request.usage is not None:
             request.usage.update(request, is_last=True)
         self._deadlines.remove(request)

@@ -1,6 +1,7 @@
 """Requests whose images are URLs: ingest gets the bytes, and a recording has them."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,3 +122,28 @@ def test_a_stream_whose_image_is_fetched_has_no_resume_points(tmp_path: Path) ->
             stream = gate.do(gate.client.post, "/v1/chat/completions", json=chat(url, stream=True), headers=headers)
             gate.serve("Hello")
             assert (": point {" in stream.result().text) == has_points
+
+
+@pytest.mark.parametrize("is_rejected", [True, False])
+def test_the_bytes_of_images_go_with_their_request(tmp_path: Path, is_rejected: bool) -> None:
+    """They stayed until a garbage collection, which small requests bring about once in a thousand: 41 images of
+    hostile clients were 60 MiB."""
+    with Gate(tmp_path) as gate:
+        gc.collect()
+        gc.disable()
+        try:
+            answer = gate.post(chat(DATA))
+            if is_rejected:
+                gate.reject(gate.submit(), m.Failure(400, "it can't be decoded", "messages", "invalid_image"))
+            else:
+                gate.serve("Hello")
+            assert answer.result().status_code == (400 if is_rejected else 200)
+            gate.rig.until(lambda _: not images_in_memory())
+        finally:
+            gc.enable()
+
+
+def images_in_memory() -> list[m.EncodedImage]:
+    """Those that something refers to which the garbage collector knows."""
+    found = (one for known in gc.get_objects() for one in gc.get_referents(known))
+    return [one for one in found if type(one) is m.EncodedImage]
