@@ -155,6 +155,7 @@ LONG = (
     "tests/e2e/models/test_image_combinations.py::test_the_ids_are_those_of_a_server_without_it[replicas]",
     "tests/e2e/models/test_patch_images.py::test_the_ids_are_those_of_transformers[qwen2_vl, padded heads]",
     "tests/e2e/models/test_patch_images.py::test_the_ids_are_those_of_transformers[qwen3_vl]",
+    "tests/e2e/models/test_patch_images.py::test_the_ids_are_those_of_transformers[qwen3_5_moe]",
     "tests/e2e/models/test_patch_images.py::test_the_ids_are_those_of_a_server_without_it[qwen2_vl-n-grams]",
     "tests/e2e/models/test_patch_images.py::test_the_ids_are_those_of_a_server_without_it[qwen2_vl-pipeline parallel]",
     "tests/e2e/models/test_patch_images.py::test_the_ids_are_those_of_a_server_without_it[qwen2_vl-swap space]",

@@ -100,7 +100,7 @@ class Gemma3(_Family, frozen=True, kw_only=True, tag="gemma3"):
 
 
 class Qwen2VL(_Family, frozen=True, kw_only=True, tag="qwen2_vl"):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of an image of any shape."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: patches of an image of any shape."""
 
     min_pixels: Annotated[int, Meta(ge=1)]
     max_pixels: Annotated[int, Meta(ge=1, le=2**28)]

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5.
 
 A patch has `temporal_patch` frames for the model, which all show the same part of the image: pixels have it once. The
 patches that are merged into one row of embeddings follow each other:

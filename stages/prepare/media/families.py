@@ -1,6 +1,7 @@
 """How each family's files say how its images are processed. Defaults are those of transformers."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import isqrt
 
 from pipeline.media.config import (
@@ -142,7 +143,8 @@ def gemma3(files: ModelFiles) -> Gemma3:
     )
 
 
-def qwen2_vl(files: ModelFiles) -> Qwen2VL:
+def qwen2_vl(files: ModelFiles, image_token: int = 151655) -> Qwen2VL:
+    """`image_token` is the id that stands for a row, if config.json does not say it."""
     files.require_type("Qwen2VLImageProcessor")
     files.require_resize()
     image = files.image_processor
@@ -167,7 +169,7 @@ def qwen2_vl(files: ModelFiles) -> Qwen2VL:
             raise MediaFault(PREPROCESSOR, f"{name} is {value}; {key} of vision_config in config.json is {own}")
     return Qwen2VL(
         **files.common(BICUBIC, CLIP_MEAN, CLIP_STD),
-        **files.image_token(151655),
+        **files.image_token(image_token),
         min_pixels=least,
         max_pixels=max(least, min(most, MAX_PATCHES * patch**2)),
         patch=patch,
@@ -205,6 +207,8 @@ FAMILIES: Mapping[str, Callable[[ModelFiles], MediaConfig]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,
     "qwen3_vl": qwen2_vl,
+    "qwen3_5": partial(qwen2_vl, image_token=248056),
+    "qwen3_5_moe": partial(qwen2_vl, image_token=248056),
     "mistral3": pixtral,
 }
 """By `model_type` of config.json. Pixtral's is `llava`, too."""

@@ -200,6 +200,8 @@ FAMILIES: dict[str, Callable[[Source], VisionConfig]] = {
     "mistral3": _pixtral,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_5": qwen3_vl,
+    "qwen3_5_moe": qwen3_vl,
     "qwen3_vl": partial(qwen3_vl, deepstack=(8, 16, 24)),
 }
 """By `model_type` of config.json. They raise ConfigFault and NotServed."""

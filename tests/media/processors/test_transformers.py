@@ -182,7 +182,19 @@ def test_gemma3_makes_the_same_crops_and_ids(crops: bool, tmp_path: Path):
                 "max_pixels": None,
             },
         ),
+        (
+            {"model_type": "qwen3_5", "vision_config": {"patch_size": 16}},
+            {
+                "patch_size": 16,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+                "min_pixels": None,
+                "max_pixels": None,
+            },
+        ),
     ],
+    ids=["qwen2_5_vl", "qwen3_vl", "qwen3_5"],
 )
 def test_qwen2_vl_makes_the_same_patches_and_ids(
     config_changes: dict[str, Any], changes: dict[str, Any], tmp_path: Path

@@ -171,11 +171,14 @@ class Driver:
         assert isinstance(self.runner.program, TorchProgram)
         return self.runner.program.kv
 
-    def step(self, entries: Any = (), **kwargs: Any) -> Sampled:
+    def make_step(self, entries: Any = (), **kwargs: Any) -> m.Step:
         """By default, the state of a row is in the slot with its number."""
         if self.runner.facts.num_state_slots and "states" not in kwargs:
             kwargs["states"] = [(row if start else -1, row) for row, start, *_ in entries]
-        return self.runner.step(make_step(entries, **kwargs), take)
+        return make_step(entries, **kwargs)
+
+    def step(self, entries: Any = (), **kwargs: Any) -> Sampled:
+        return self.runner.step(self.make_step(entries, **kwargs), take)
 
     def logits(self) -> np.ndarray:
         """The logits of the last step: [samples, vocab_size]."""

@@ -16,7 +16,7 @@ from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.vision.coordinates import RowCoordinates
-from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, take
+from tests.stages.execute.driver import GREEDY, Driver, i32, row_add, take
 from tests.stages.execute.vision.test_encodes import driver_of
 from tests.stages.execute.vision.test_patch_towers import Tower
 from tests.stages.execute.vision.tiny_towers import QWEN, normalized
@@ -107,9 +107,11 @@ def step_with(step: m.Step, spans: list[tuple[int, int, int, list[int]]], jobs: 
     )
 
 
-def compute(driver: Driver, prompt: Prompt, ends: list[int], *, encode: bool = True, shared: int = 0) -> list[Any]:
+def compute(
+    driver: Driver, prompt: Prompt, ends: list[int], *, encode: bool = True, shared: int = 0, snapshot: int = -1
+) -> list[Any]:
     """The logits behind each of some ends of chunks from the end of the prompt on. The first `shared` blocks are those
-    of the first row."""
+    of the first row, and the state behind them is in the slot `snapshot`."""
     row, found = driver.take_row(), []
     blocks = [*range(shared), *driver.take_blocks(len(prompt.ids) + 1 - shared * BLOCK_SIZE)]
     jobs = prompt.jobs() if encode else []
@@ -118,7 +120,9 @@ def compute(driver: Driver, prompt: Prompt, ends: list[int], *, encode: bool = T
         if start == shared * BLOCK_SIZE or end > prompt.num_prompt:  # ids that it knows: it is added again for each
             adds = [row_add(row, prompt.ids[: max(end, prompt.num_prompt)], blocks, GREEDY, grids=prompt.grids)]
         drops = [row] if adds and found else []
-        step = make_step([(row, start, end - start, end >= prompt.num_prompt)], adds=adds, drops=drops)
+        step = driver.make_step([(row, start, end - start, end >= prompt.num_prompt)], adds=adds, drops=drops)
+        if step.state_reads and shared and start == shared * BLOCK_SIZE:
+            step = msgspec.structs.replace(step, state_reads=i32([snapshot]))
         driver.runner.step(step_with(step, prompt.spans(row, start, end), jobs), take)
         jobs = []
         if end >= prompt.num_prompt:
@@ -149,14 +153,16 @@ def test_chunks_and_prefixes_change_no_bit(driver: Driver, qwen: Qwen) -> None:
     whole = compute(driver, prompt, ends_of(prompt, len(prompt.ids)))
     begin = BLOCK_SIZE
     assert FIRST < begin < FIRST + prompt.nums[0], "the prefix ends within an image"
+    snapshot = 1
+    assert not compute(driver, prompt, [begin], encode=False), "that row is for its state"
     for ends, shared in ((ends_of(prompt, 7), 0), (ends_of(prompt, 1), 0), (ends_of(prompt, 11, begin), 1)):
-        again = compute(driver, prompt, ends, encode=False, shared=shared)
+        again = compute(driver, prompt, ends, encode=False, shared=shared, snapshot=snapshot)
         assert all(map(np.array_equal, again, whole))
 
 
 def text_logits(driver: Driver, text: list[int]) -> np.ndarray:
     row, blocks = driver.take_row(), driver.take_blocks(len(text) + 1)
-    driver.runner.step(make_step([(row, 0, len(text), True)], adds=[row_add(row, text, blocks, GREEDY)]), take)
+    driver.runner.step(driver.make_step([(row, 0, len(text), True)], adds=[row_add(row, text, blocks, GREEDY)]), take)
     return driver.logits()[0].copy()
 
 
@@ -179,10 +185,10 @@ def test_rows_beside_it_change_no_bit(driver: Driver, qwen: Qwen) -> None:
             blocks = driver.take_blocks(len(ids) + 1)
             adds.append(row_add(row, ids, blocks, GREEDY, grids=grids))
             spans += prompt.spans(row, 0, len(ids)) if grids else []
-        driver.runner.step(step_with(make_step(entries, adds=adds), spans, prompt.jobs()), take)
+        driver.runner.step(step_with(driver.make_step(entries, adds=adds), spans, prompt.jobs()), take)
         found = driver.logits()
         assert np.array_equal(found[0], text) and np.array_equal(found[1], whole)
-        driver.runner.step(make_step(drops=rows), take)
+        driver.step(drops=rows)
 
 
 def test_coordinates_are_those_of_transformers(qwen: Qwen) -> None:

@@ -178,59 +178,67 @@ QWEN_VISION = {"depth": 3, "num_heads": 3, "patch_size": 8, "hidden_size": 48}
 QWEN3_VISION = {**QWEN_VISION, "intermediate_size": 96, "out_hidden_size": 64, "num_position_embeddings": 25}
 QWEN3_TEXT = {
     **TEXT,
-    "model_type": "qwen3_vl_text",
     "head_dim": 16,
     "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }
+QWEN3_5_TEXT = {
+    **TEXT,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "rope_parameters": {
+        **MROPE,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def _qwen(kind: str, vision: dict[str, Any], text: dict[str, Any]) -> Variant:
+    read = _processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8)
+    return Variant(kind, vision, {"text_config": {**text, "model_type": f"{kind}_text"}}, processor=read)
+
+
+QWEN2_TEXT = {**TEXT, "rope_parameters": MROPE}
+QWEN2_VISION = {**QWEN_VISION, "embed_dim": 48, "hidden_size": 64}
+QWEN2_5_VISION = {
+    **QWEN_VISION,
+    "intermediate_size": 96,
+    "out_hidden_size": 64,
+    "window_size": 32,
+    "fullatt_block_indexes": [1],
+}
 QWEN: dict[str, Variant] = {
-    "qwen2_vl": Variant(
-        "qwen2_vl",
-        {**QWEN_VISION, "embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2},
-        {"text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": MROPE}},
-        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
-    ),
-    "qwen2_vl, padded heads": Variant(
-        "qwen2_vl",
-        {**QWEN_VISION, "embed_dim": 48, "hidden_size": 64, "num_heads": 2, "hidden_act": "gelu"},
-        {"text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": MROPE}},
-        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
-    ),
-    "qwen2_5_vl": Variant(
+    "qwen2_vl": _qwen("qwen2_vl", {**QWEN2_VISION, "mlp_ratio": 2}, QWEN2_TEXT),
+    "qwen2_vl, padded heads": _qwen("qwen2_vl", {**QWEN2_VISION, "num_heads": 2, "hidden_act": "gelu"}, QWEN2_TEXT),
+    "qwen2_5_vl": _qwen("qwen2_5_vl", QWEN2_5_VISION, QWEN2_TEXT),
+    "qwen2_5_vl, large windows": _qwen(
         "qwen2_5_vl",
-        {
-            **QWEN_VISION,
-            "intermediate_size": 96,
-            "out_hidden_size": 64,
-            "window_size": 32,
-            "fullatt_block_indexes": [1],
-        },
-        {"text_config": {**TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}},
-        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+        {**QWEN2_5_VISION, "num_heads": 2, "window_size": 48, "fullatt_block_indexes": [0, 2]},
+        QWEN2_TEXT,
     ),
-    "qwen2_5_vl, large windows": Variant(
-        "qwen2_5_vl",
-        {
-            **QWEN_VISION,
-            "num_heads": 2,
-            "intermediate_size": 96,
-            "out_hidden_size": 64,
-            "window_size": 48,
-            "fullatt_block_indexes": [0, 2],
-        },
-        {"text_config": {**TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}},
-        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
-    ),
-    "qwen3_vl": Variant(
-        "qwen3_vl",
-        {**QWEN3_VISION, "deepstack_visual_indexes": [0]},
-        {"text_config": QWEN3_TEXT},
-        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
-    ),
-    "qwen3_vl, deepstack": Variant(
+    "qwen3_vl": _qwen("qwen3_vl", {**QWEN3_VISION, "deepstack_visual_indexes": [0]}, QWEN3_TEXT),
+    "qwen3_vl, deepstack": _qwen(
         "qwen3_vl",
         {**QWEN3_VISION, "num_heads": 2, "deepstack_visual_indexes": [0, 2]},
-        {"text_config": {**QWEN3_TEXT, "num_hidden_layers": 3}},
-        processor=_processor("Qwen2VL", size=QWEN_PIXELS, patch_size=8),
+        {**QWEN3_TEXT, "num_hidden_layers": 3},
+    ),
+    "qwen3_5": _qwen("qwen3_5", QWEN3_VISION, QWEN3_5_TEXT),
+    "qwen3_5_moe": _qwen(
+        "qwen3_5_moe",
+        QWEN3_VISION,
+        {
+            **QWEN3_5_TEXT,
+            "num_experts": 3,  # all: in bfloat16, others could be chosen
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
     ),
 }
 """Those whose images come as patches."""
