@@ -85,14 +85,14 @@ _ToolFormats = Literal[
     "hermes", "llama3", "mistral", "generic", "deepseek_v3", "deepseek_v31", "functiongemma", "gemma4"
 ]
 _MoreToolFormats = Literal["glm4", "glm45", "granite", "kimi_k2", "lfm2", "olmo3", "openai", "phi4_mini_json"]
-_XmlToolFormats = Literal["apertus", "pythonic", "qwen3_coder", "seed_oss"]
+_XmlToolFormats = Literal["apertus", "muse_glimmer", "pythonic", "qwen3_coder", "seed_oss"]
 """The names of `ToolFormat`s, by the line; the others are their `aliases`."""
 _OtherNames = Literal["glm47", "gpt_oss", "granite4", "harmony", "llama3_json", "llama4_json", "llama4_pythonic"]
 _QwenNames = Literal["qwen3_json", "qwen3_xml"]
 ToolCallParser = Literal["auto", "none", _ToolFormats, _MoreToolFormats, _XmlToolFormats, _OtherNames, _QwenNames]
 
 _ReasoningFormats = Literal["deepseek_r1", "deepseek_v3", "gemma4", "glm45", "granite", "kimi_k2", "mistral", "qwen3"]
-_MoreReasoningFormats = Literal["apertus", "openai_gptoss", "seed_oss"]
+_MoreReasoningFormats = Literal["apertus", "ernie45", "muse_glimmer", "openai_gptoss", "seed_oss"]
 _OtherReasoningNames = Literal["deepseek_v31", "glm47", "gpt_oss", "openai"]
 ReasoningParser = Literal["auto", "none", _ReasoningFormats, _MoreReasoningFormats, _OtherReasoningNames]
 

@@ -13,38 +13,31 @@ from pipeline.text.formats import added_tokens
 from pipeline.text.formats.grammar.lark import AddedToken, CallRule, LarkBuilder, LarkGrammar
 from pipeline.text.formats.parsing.calls import CallParser, NoCalls
 from pipeline.text.formats.parsing.events import Content, Event
+from pipeline.text.formats.parsing.messages import MessageParser, MessageSyntax, Part
 from pipeline.text.formats.parsing.reply_marks import ReplyMarks, SpecialTokens
 from pipeline.text.formats.parsing.text_scan import SPACE, skip_space, starts_with
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
-from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
+from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
 from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
 from pipeline.text.formats.tool_parsers.apertus import Apertus
 from pipeline.text.formats.tool_parsers.deepseek import DeepSeekV3, DeepSeekV31
 from pipeline.text.formats.tool_parsers.gemma import FUNCTION_GEMMA, GEMMA4
 from pipeline.text.formats.tool_parsers.generic import Generic
 from pipeline.text.formats.tool_parsers.glm4 import Glm4
-from pipeline.text.formats.tool_parsers.harmony import (
-    ANALYSIS,
-    CHANNEL,
-    FINAL,
-    MESSAGE,
-    ROLE,
-    START,
-    Harmony,
-    HarmonyParser,
-    Part,
-)
+from pipeline.text.formats.tool_parsers.harmony import Harmony
 from pipeline.text.formats.tool_parsers.hermes import Hermes
 from pipeline.text.formats.tool_parsers.json_list import Granite, Phi4Mini
 from pipeline.text.formats.tool_parsers.kimi_k2 import KimiK2
 from pipeline.text.formats.tool_parsers.llama3 import Llama3
 from pipeline.text.formats.tool_parsers.mistral import Mistral
+from pipeline.text.formats.tool_parsers.muse_glimmer import MuseGlimmer
 from pipeline.text.formats.tool_parsers.pythonic import Lfm2, Olmo3, Pythonic
 from pipeline.text.formats.tool_parsers.xml_calls import GLM, QWEN, SEED, XmlFormat
 
 LLAMA3 = Llama3()
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     Harmony(),
+    MuseGlimmer(),
     KimiK2(),
     DeepSeekV3(),
     DeepSeekV31(),
@@ -78,7 +71,6 @@ MAX_SCHEMA_BYTES = 2**31
 
 BLANK = r"/\n*/"
 ANY_ARGUMENTS = '{"type": "object"}'
-ANALYSIS_BEGIN = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
 
 _tools = msgspec.json.Decoder(list[ToolSpec])
 
@@ -94,7 +86,7 @@ class ReplyParser:
         self,
         marks: ReplyMarks,
         reasoning: ReasoningParser | None,
-        calls: CallParser | HarmonyParser,
+        calls: CallParser | MessageParser,
         *,
         has_content: bool = True,
     ) -> None:
@@ -233,8 +225,9 @@ class ChatFormats(msgspec.Struct, frozen=True):
         schemas = names if isinstance(names, Mapping) else dict.fromkeys(names, "")
         calls = NoCalls((), marks.hidden) if tools is None else tools.parser(schemas, marks)
         has_content = choice not in ("required", "named")
-        if self._is_harmony(tools):
-            return ReplyParser(marks, None, self._harmony(tools, calls, marks, tail, names), has_content=has_content)
+        if (syntax := self._messages(tools)) is not None:
+            messages = self._message_parser(syntax, tools, calls, marks, tail, schemas)
+            return ReplyParser(marks, None, messages, has_content=has_content)
         if self.reasoning is None:
             return ReplyParser(marks, None, calls, has_content=has_content)
         stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
@@ -282,8 +275,8 @@ class ChatFormats(msgspec.Struct, frozen=True):
         lark = LarkBuilder(self.template, self.added)
         start, end = self.reasoning.pair_of(self.template)
         thought = f"{lark.until(end)} {lark.rule(BLANK)}"
-        if isinstance(self.reasoning, HarmonyReasoning):
-            again = f"{lark.until(end)} {lark.sequence(START, ROLE)}"
+        if self.reasoning.messages is not None:
+            again = f"{lark.until(end)} {lark.sequence(self.reasoning.messages.begin)}"
             thought = f"({lark.sequence(start)} {again})*"
             if stage is ReasoningStage.OPEN:
                 thought = f"{again} {thought}"
@@ -293,30 +286,33 @@ class ChatFormats(msgspec.Struct, frozen=True):
 
     def as_answer(self, grammar: str) -> str:
         """The grammar of a reply whose answer matches `grammar`: with what precedes an answer in this format."""
-        if not self._is_harmony(self.tools):
+        if (syntax := self._messages(self.tools)) is None:
             return grammar
         lark = LarkBuilder(self.template, self.added)
-        return _joined(lark.grammar(f"{lark.sequence(CHANNEL, FINAL, MESSAGE)} @text").lark(), text=grammar)
+        return _joined(lark.grammar(f"{lark.sequence(syntax.answer)} @text").lark(), text=grammar)
 
-    def _is_harmony(self, tools: ToolFormat | None) -> bool:
-        return isinstance(tools, Harmony) or isinstance(self.reasoning, HarmonyReasoning)
+    def _messages(self, tools: ToolFormat | None) -> MessageSyntax | None:
+        """How replies are written that are a series of messages."""
+        found = None if tools is None else tools.messages
+        return self.reasoning.messages if found is None and self.reasoning is not None else found
 
-    def _harmony(
+    def _message_parser(
         self,
+        syntax: MessageSyntax,
         tools: ToolFormat | None,
         content: CallParser,
         marks: ReplyMarks,
         tail: str | None,
-        names: Collection[str],
-    ) -> HarmonyParser:
+        names: Mapping[str, str],
+    ) -> MessageParser:
         part = Part.HEADER
-        if isinstance(self.reasoning, HarmonyReasoning) and tail is not None:
+        if self.reasoning is not None and self.reasoning.messages is not None and tail is not None:
             stages = {ReasoningStage.OPEN: Part.REASONING, ReasoningStage.OVER: Part.CONTENT}
             part = stages.get(self.reasoning.stage_of(tail), part)
-        return HarmonyParser(
+        return syntax.parser(
             content,
             marks,
-            with_calls=isinstance(tools, Harmony),
+            with_calls=tools is not None and tools.messages is syntax,
             with_reasoning=self.reasoning is not None,
             part=part,
             names=names,

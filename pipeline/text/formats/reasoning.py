@@ -18,9 +18,10 @@ import msgspec
 from pipeline.text.formats.parsing.call_start import CallStart
 from pipeline.text.formats.parsing.events import Event, Reasoning
 from pipeline.text.formats.parsing.marks import Marks
+from pipeline.text.formats.parsing.messages import MessageSyntax
 from pipeline.text.formats.parsing.specials import SpecialTokenFilter
 from pipeline.text.formats.parsing.text_scan import starts_with
-from pipeline.text.formats.tool_parsers import harmony
+from pipeline.text.formats.tool_parsers import harmony, muse_glimmer
 from pipeline.text.formats.tool_parsers.apertus import START as APERTUS_CALLS
 from pipeline.text.formats.tool_parsers.kimi_k2 import MARKS as KIMI_MARKS
 
@@ -54,6 +55,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """Texts in the chat templates of the family, besides the end mark. `auto` requires all of them."""
     aliases: tuple[str, ...] = ()
     """Other names of it in `chat.reasoning_parser`."""
+    messages: MessageSyntax | None = None
+    """How replies are written that are a series of messages."""
 
     def detects(self, template: str) -> bool:
         """Whether a chat template uses this format."""
@@ -119,49 +122,60 @@ class _Gemma4(ReasoningFormat, frozen=True):
         return (GEMMA_CHANNEL, self.end)
 
 
-class HarmonyReasoning(ReasoningFormat, frozen=True):
-    """For gpt-oss; see tool_parsers/harmony.py, which reads the whole reply."""
+class MessageReasoning(ReasoningFormat, frozen=True):
+    """For replies that are a series of messages: see parsing/messages.py, which reads the whole reply."""
+
+    @property
+    def syntax(self) -> MessageSyntax:
+        assert self.messages is not None
+        return self.messages
 
     def detects(self, template: str) -> bool:
-        return harmony.is_harmony(template)
+        is_harmony = self.syntax is harmony.SYNTAX
+        return harmony.is_harmony(template) if is_harmony else muse_glimmer.is_muse_glimmer(template)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return harmony.MARKS
+        return self.syntax.marks
 
     @property
     def stage_marks(self) -> tuple[str, ...]:
-        return (harmony.START, harmony.MESSAGE, harmony.END)
+        return (self.syntax.start, self.syntax.message, self.syntax.end)
 
     @property
     def prompt_ends(self) -> tuple[str, ...]:
-        return (f"{harmony.START}{harmony.ROLE}",)
+        return (self.syntax.begin,)
 
     def stage_of(self, tail: str) -> ReasoningStage:
-        header, is_body, _ = tail[max(tail.rfind(harmony.START), 0) :].partition(harmony.MESSAGE)
-        if not is_body or harmony.END in tail[tail.rfind(harmony.MESSAGE) :]:
+        start, message = self.syntax.start, self.syntax.message
+        header, is_body, _ = tail[max(tail.rfind(start), 0) :].partition(message)
+        if not is_body or self.syntax.end in tail[tail.rfind(message) :]:
             return ReasoningStage.OPTIONAL
-        return ReasoningStage.OPEN if harmony.ANALYSIS in header else ReasoningStage.OVER
+        return ReasoningStage.OPEN if self.syntax.thought in header else ReasoningStage.OVER
 
     def stage_after(self, opening: str, text: str) -> ReasoningStage:
         return self.stage_of(opening + text)
 
     def tail_of(self, stage: ReasoningStage) -> str:
-        answer = f"{harmony.CHANNEL}{harmony.FINAL}{harmony.MESSAGE}"
-        return {ReasoningStage.OPEN: self.start, ReasoningStage.OVER: answer}.get(stage, "")
+        return {ReasoningStage.OPEN: self.start, ReasoningStage.OVER: self.syntax.answer}.get(stage, "")
 
 
 GEMMA_CHANNEL = "<|channel>"
 THINK = ("<think>", "</think>")
+ERNIE_WRAPPERS = ("<response>", "</response>", "\n</response>")
 OPEN, OVER, OPTIONAL = ReasoningStage.OPEN, ReasoningStage.OVER, ReasoningStage.OPTIONAL
 
 FORMATS: tuple[ReasoningFormat, ...] = (
-    HarmonyReasoning(
+    MessageReasoning(
         "openai_gptoss",
-        f"{harmony.CHANNEL}{harmony.ANALYSIS}{harmony.MESSAGE}",
+        harmony.ANALYSIS_BEGIN,
         harmony.END,
         OPTIONAL,
         aliases=("gpt_oss", "openai"),
+        messages=harmony.SYNTAX,
+    ),
+    MessageReasoning(
+        "muse_glimmer", muse_glimmer.THOUGHT_BEGIN, muse_glimmer.EOM, OPTIONAL, messages=muse_glimmer.SYNTAX
     ),
     _Gemma4("gemma4", f"{GEMMA_CHANNEL}thought\n", "<channel|>", OPTIONAL),
     ReasoningFormat(
@@ -179,6 +193,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
         wrappers=("<response>", "</response>"),
         signs=("<|start_of_role|>", "thought"),
     ),
+    ReasoningFormat("ernie45", *THINK, OPTIONAL, wrappers=ERNIE_WRAPPERS, signs=("<response>",)),
     ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>", OPTIONAL, unclosed_before=(APERTUS_CALLS,)),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", OPTIONAL),
     ReasoningFormat("qwen3", *THINK, OPTIONAL),

@@ -7,8 +7,7 @@ import numpy as np
 
 from pipeline.runtime.messages import ReasoningBudget
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningStage
-from pipeline.text.formats.tool_parsers.harmony import CHANNEL, FINAL, MESSAGE, ROLE, START
+from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
 
 SPECIAL = b"\xff"
 """Stands before a special token in a mark: see `ReasoningBudget`."""
@@ -32,8 +31,8 @@ def budget_of(
     if form is None or stage is ReasoningStage.OVER:
         return None
     specials = sorted((token.content for token in formats.added.values() if token.special), key=len, reverse=True)
-    if isinstance(form, HarmonyReasoning):
-        closing = f"{form.end}{START}{ROLE}" + ("" if has_tools else f"{CHANNEL}{FINAL}{MESSAGE}")
+    if form.messages is not None:
+        closing = f"{form.end}{form.messages.begin}" + ("" if has_tools else form.messages.answer)
     else:
         closing = end_of(form, formats.template)
     return ReasoningBudget(
@@ -42,7 +41,7 @@ def budget_of(
         _marks((*(end for _, end in form.pairs), *form.unclosed_before), specials),
         np.array(encode(message + closing), "<i4").tobytes(),
         stage is ReasoningStage.OPEN,
-        isinstance(form, HarmonyReasoning),
+        form.messages is not None,
     )
 
 

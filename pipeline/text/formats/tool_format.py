@@ -10,6 +10,7 @@ from msgspec import Raw
 from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
 from pipeline.text.formats.parsing.call_start import CallStart
 from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.messages import MessageSyntax
 from pipeline.text.formats.parsing.reply_marks import ReplyMarks
 
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
@@ -55,6 +56,8 @@ class ToolFormat(ABC):
     """The mark that begins every first call of a reply; empty if a call needs none, or there are several."""
     stops: tuple[str, ...] = ()
     """Special tokens that end a reply, besides those that the model's files name."""
+    messages: MessageSyntax | None = None
+    """How replies are written that are a series of messages: then this reads all of a reply, not only `parser`."""
     is_typed = False
     """Whether parsers need the schemas of arguments, because the format doesn't tell numbers from texts."""
     in_template = True

@@ -87,6 +87,18 @@ def seed(name: str, **values: str) -> str:
     return f"<seed:tool_call>\n<function={name}>\n{''.join(each)}</function>\n</seed:tool_call>"
 
 
+def muse(name: str, **values: str) -> str:
+    """The message of a call, from behind `<|start|>assistant`, without its end."""
+    each = (f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in values.items())
+    called = (
+        f'<atem:function_calls>\n<atem:invoke name="{name}">\n{"".join(each)}</atem:invoke>\n</atem:function_calls>'
+    )
+    return f" to={name}<|message|>{called}"
+
+
+MUSE_NEXT = "<|eom|><|start|>assistant"
+
+
 def gemma(inside: str, name: str = "find") -> str:
     return f"<|tool_call>call:{name}{{{inside}}}<tool_call|>"
 
@@ -181,6 +193,47 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
     "seed_oss": [
         (seed("find", text=TEXT, n="5"), "", [("find", {"text": TEXT, "n": 5})]),
         (f"{seed('now')}\n{seed('now')}", "", [("now", {}), ("now", {})]),
+    ],
+    "muse_glimmer": [
+        (f"{muse('find', text=TEXT, n='5')}<|eot|>", "", [("find", {"text": TEXT, "n": 5})]),
+        (f"{muse('now')}{MUSE_NEXT}{muse('add_2', xs='[1]')}<|eot|>", "", [("now", {}), ("add_2", {"xs": [1]})]),
+        (f" to=user<|message|>I look.{MUSE_NEXT}{muse('now')}<|eot|>", "I look.", [("now", {})]),
+        (f"{muse('now')}{MUSE_NEXT} to=user<|message|>Yes.<|eot|>", "Yes.", [("now", {})]),
+        (muse("find", text="a</atem:parameter> b "), "", [("find", {"text": "a</atem:parameter> b "})]),
+        # several calls in a message, and to a namespace
+        (
+            " to=tools.find<|message|><atem:function_calls>\n"
+            '<atem:invoke name="find">\n<atem:parameter name="n">1</atem:parameter>\n</atem:invoke>\n'
+            '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls><|eot|>',
+            "",
+            [("find", {"n": 1}), ("now", {})],
+        ),
+        # a message's end without the ends of the call, of the value, of the name of a parameter
+        (
+            muse("find", text="a", n="5").removesuffix("</atem:invoke>\n</atem:function_calls>")
+            + MUSE_NEXT
+            + muse("now"),
+            "",
+            [("find", {"text": "a", "n": 5}), ("now", {})],
+        ),
+        (
+            f"{muse('find', text='a').partition('</')[0]}{MUSE_NEXT}{muse('now')}",
+            "",
+            [("find", {"text": "a"}), ("now", {})],
+        ),
+        (
+            f"{muse('find', n='1', text='').partition('text')[0]}{MUSE_NEXT}{muse('now')}",
+            "",
+            [("find", {"n": 1}), ("now", {})],
+        ),
+        # no calls
+        (f" to=find<|message|>oops{MUSE_NEXT} to=user<|message|>So.<|eot|>", "oops\nSo.", []),
+        ("<|message|>Yes.<|eot|>", "Yes.", []),
+        (' to=user<|message|>Write <atem:invoke name="now">.<|eot|>', 'Write <atem:invoke name="now">.', []),
+        (" to=5 is it", " to=5 is it", []),
+        (" to=user", "", []),
+        (" to=user<|mess", "", []),
+        ("Plain text", "Plain text", []),
     ],
     "gemma4": [
         ("<|tool_call>call:google:mcp:find{n:5}<tool_call|>", "", [("find", {"n": 5})]),
@@ -283,6 +336,9 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ),
         ("<|channel|>commentary to=functions.now<|message|><|call|>", "", [("now", {})]),
         ("<|channel|>commentary to=functions.now<|message|>oops<|end|>", "oops", []),
+        ("to=5 is it", "to=5 is it", []),
+        (f"to=5 {'is it ' * 200}", f"to=5 {'is it ' * 200}", []),
+        ("to=functions.now<|channel|>comment", "", []),
         ("Plain text", "Plain text", []),
     ],
 }

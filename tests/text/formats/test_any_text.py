@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.text.formats.calls import FIND, TEXT, gemma, glm, kimi, qwen, seed, v3, v31
+from tests.text.formats.calls import FIND, MUSE_NEXT, TEXT, gemma, glm, kimi, muse, qwen, seed, v3, v31
 from tests.text.formats.replies import NAMES, TOOLS, formats, parsed, read
 
 PIECES = [
@@ -55,6 +55,10 @@ def texts(form: str) -> st.SearchStrategy[str]:
         ],
         "seed_oss": ["<function=", "<parameter=", "</parameter>", "</function>", seed("find", text="a")],
         "gemma4": [gemma('text:<|"|>a<|"|>,at:{x:[1,2]}')],
+        "muse_glimmer": [
+            *('<atem:invoke name="', '<atem:parameter name="', '">', "</atem:parameter>", "</atem:invoke>", MUSE_NEXT),
+            *(muse("find", text="a", n="1"), " to=user<|message|>", " to=self<|message|>"),
+        ],
         "pythonic": ["[find(text='a', n=1), now()]", "[find(any=", "[find(any=('a' ", "(", ")", "'''", 'r"', "f'a'"],
         "openai": ["<|channel|>commentary to=functions.find<|message|>{}<|call|>", "<|end|><|start|>assistant"],
     }.get(form, [])
@@ -68,7 +72,8 @@ def texts(form: str) -> st.SearchStrategy[str]:
 def test_parsing_does_not_depend_on_where_the_text_is_split(form: str, data: st.DataObject) -> None:
     text = data.draw(texts(form))
     cuts = data.draw(st.lists(st.integers(0, max(len(text), 1)), max_size=8))
-    reasoning = data.draw(st.sampled_from([None, "qwen3", "kimi_k2", "granite", "gemma4", "openai_gptoss"]))
+    names = ("qwen3", "kimi_k2", "granite", "gemma4", "openai_gptoss", "muse_glimmer")
+    reasoning = data.draw(st.sampled_from([None, *names]))
     specials = data.draw(st.sampled_from([(), TOOLS[form].marks]))
     known = formats(form, reasoning, specials)
     whole = read(known.parser("auto", NAMES, ""), [text])
@@ -89,12 +94,13 @@ def test_calls_are_json_and_other_text_is_kept(form: str, data: st.DataObject) -
             "glm45",
             "qwen3_coder",
             "seed_oss",
+            "muse_glimmer",
             "gemma4",
             "functiongemma",
             "pythonic",
         ):
             json.loads(arguments)
-    if not reply.calls and form != "openai":
+    if not reply.calls and form not in ("openai", "muse_glimmer"):
         assert reply.content == text
 
 
@@ -104,6 +110,7 @@ HEADS = {
     "gemma4": '<|tool_call>call:find{text:<|"|>',
     "pythonic": "[find(text='",
     "openai": "<|channel|>final<|message|>",
+    "muse_glimmer": muse("find", text="").removesuffix("</atem:parameter>\n</atem:invoke>\n</atem:function_calls>"),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.text.formats.calls import MUSE_NEXT, muse
 from tests.text.formats.replies import REASONING, TOOLS, Reply, read
 from tests.text.formats.test_grammars import FULL, PLAIN, Vocabulary, formats, walk
 
@@ -113,6 +114,8 @@ def test_a_named_choice_forces_one_call_of_that_function(tools: str, template: s
             "<seed:tool_call>\n<function=some>\n<parameter=b>true</parameter>\n</function>\n</seed:tool_call>",
         ),
         ("gemma4", "<|tool_call>call:some{b:true,c:false}<tool_call|>"),
+        ("muse_glimmer", muse("some", b="true")),
+        ("muse_glimmer", f"{muse('some', b='true')}{MUSE_NEXT}{muse('now')}"),
         ("functiongemma", "<start_function_call>call:some{b:true}<end_function_call>"),
         ("pythonic", "[some(a=true, b=false)]"),
         ("glm4", '\nsome\n{"b": true}'),
@@ -174,7 +177,7 @@ def test_texts_without_quotes_obey_their_schemas() -> None:
     ],
     ids=json.dumps,
 )
-@pytest.mark.parametrize("tools", ["glm45", "qwen3_coder", "seed_oss", "gemma4", "functiongemma"])
+@pytest.mark.parametrize("tools", ["glm45", "qwen3_coder", "seed_oss", "muse_glimmer", "gemma4", "functiongemma"])
 def test_all_that_references_lead_to_is_enforced(tools: str, schema: dict[str, Any]) -> None:
     """Also what is beside a reference, and behind several."""
     definitions = {
@@ -210,6 +213,8 @@ def test_all_that_references_lead_to_is_enforced(tools: str, schema: dict[str, A
     [
         ("openai", "openai_gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"),
         ("openai", "openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>", "Hm.<|end|><|start|>assistant"),
+        ("muse_glimmer", "muse_glimmer", "<|start|>assistant", f" to=self<|message|>Hm.{MUSE_NEXT}"),
+        ("muse_glimmer", "muse_glimmer", "<|start|>assistant to=self<|message|>", f"Hm.{MUSE_NEXT}"),
         ("gemma4", "gemma4", "<|turn>model\n", "<|channel>thought\nHm.\n<channel|>"),
         ("glm45", "glm45", "<|assistant|>", "<think>Hm.</think>\n"),
         ("granite", "granite", "<|end_of_role|>", "Here is my thought process: Hm. Here is my response:\n"),
@@ -224,7 +229,7 @@ def test_calls_and_answers_are_enforced_after_the_reasoning(
     assert FULL.takes(grammar, thought + call)
     assert not FULL.takes(grammar, thought + "now")
     answer = form.after_reasoning(form.as_answer("start: /[ab]{2}/"), tail)
-    head = "<|channel|>final<|message|>" if tools == "openai" else ""
+    head = {"openai": "<|channel|>final<|message|>", "muse_glimmer": " to=user<|message|>"}.get(tools, "")
     assert FULL.takes(answer, f"{thought}{head}ab")
     assert not FULL.takes(answer, f"{thought}{head}abc")
     assert read(form.parser("auto", TYPED, tail), f"{thought}{head}ab").content.strip() == "ab"
@@ -310,4 +315,21 @@ def test_strict_calls_of_gpt_oss_follow_any_number_of_messages() -> None:
     for before in ("", thought, thought + said, said + thought):
         assert FULL.takes(grammar, before + call)
         assert FULL.takes(grammar, f"{before}<|channel|>final<|message|>Yes.")
+        assert not FULL.takes(grammar, before + call.replace("true", "1"))
+
+
+def test_strict_calls_of_muse_glimmer_follow_any_number_of_messages() -> None:
+    form = formats("muse_glimmer", "muse_glimmer")
+    written = form.strict_calls(STRICT, parallel=True)
+    assert written is not None
+    grammar = form.after_reasoning(written.lark(), "<|start|>assistant")
+    call = muse("some", b="true")
+    said, thought = f" to=user<|message|>I look.{MUSE_NEXT}", f" to=self<|message|>Hm.{MUSE_NEXT}"
+    for before in ("", thought, thought + said, said + thought):
+        for calls in (call, call + MUSE_NEXT + call):
+            assert FULL.takes(grammar, before + calls)
+            assert len(read(form.parser("auto", TYPED, "<|start|>assistant"), before + calls).calls) == calls.count(
+                "=some"
+            )
+        assert FULL.takes(grammar, f"{before} to=user<|message|>Yes.")
         assert not FULL.takes(grammar, before + call.replace("true", "1"))

@@ -3,7 +3,8 @@
 import pytest
 
 from pipeline.text.formats.tool_parsers.harmony import MARKS as HARMONY
-from tests.text.formats.calls import KIMI, gemma, kimi
+from pipeline.text.formats.tool_parsers.muse_glimmer import MARKS as MUSE
+from tests.text.formats.calls import KIMI, MUSE_NEXT, gemma, kimi, muse
 from tests.text.formats.replies import NAMES, Reply, formats, read, specials_of
 
 HIDDEN_GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<turn|>")
@@ -37,10 +38,21 @@ HIDDEN_GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"
         ),
         ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>Y", "es.", Reply("es.")),
         ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>H", "m.<|end|>", Reply("", "m.")),
+        ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", Reply("Yes.\n", "Hm.")),
+        ("ernie45", "<think>\n", "Hm.\n</think>\nYes.", Reply("Yes.", "Hm.")),
+        ("muse_glimmer", "<|start|>assistant", " to=self<|message|>Hm.", Reply("", "Hm.")),
+        (
+            "muse_glimmer",
+            "<|start|>assistant",
+            " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
+            Reply("Yes.", "Hm."),
+        ),
+        ("muse_glimmer", "<|start|>assistant to=user<|message|>Y", "es.<|eot|>", Reply("es.")),
+        ("muse_glimmer", "<|start|>assistant to=self<|message|>H", "m.<|eom|>", Reply("", "m.")),
     ],
 )
 def test_reasoning_is_separated_from_the_content(form: str, tail: str, text: str, reply: Reply) -> None:
-    specials = {"gemma4": HIDDEN_GEMMA, "openai_gptoss": HARMONY}.get(form, ())
+    specials = {"gemma4": HIDDEN_GEMMA, "openai_gptoss": HARMONY, "muse_glimmer": MUSE}.get(form, ())
     for known in (formats(reasoning=form), formats(reasoning=form, specials=specials)):
         assert read(known.parser(tail=tail), [text]) == reply
         assert read(known.parser(tail=tail), text) == reply
@@ -77,6 +89,34 @@ def test_gpt_oss_reasons_again_before_a_call() -> None:
     assert read(form.parser("none", (), "<|start|>assistant"), text).content == 'I look.\n{"n": 1}'
     plain = formats("openai", specials=HARMONY)
     assert read(plain.parser("auto", NAMES), text) == Reply("First.\nI look.\nSecond.", "", [("find", '{"n": 1}')], 1)
+
+
+def test_muse_glimmer_reasons_again_before_a_call() -> None:
+    text = (
+        f" to=self<|message|>First.{MUSE_NEXT} to=user<|message|>I look.{MUSE_NEXT}"
+        f" to=self<|message|>Second.{MUSE_NEXT}"
+        f"{muse('find', n='1')}<|eot|>"
+    )
+    form = formats("muse_glimmer", "muse_glimmer", MUSE)
+    expected = Reply("I look.", "First.\nSecond.", [("find", '{"n": 1}')], 1)
+    assert read(form.parser("auto", NAMES, "<|start|>assistant"), [text]) == expected
+    assert read(form.parser("auto", NAMES, "<|start|>assistant"), text) == expected
+    # Without tools, a call is content. Without a reasoning parser, so is the reasoning.
+    called = muse("find", n="1").partition("|>")[2].replace("<atem:function_calls>", "")
+    assert read(form.parser("none", (), "<|start|>assistant"), text).content == (
+        "I look.\n" + called.replace("</atem:function_calls>", "")
+    )
+    plain = formats("muse_glimmer", specials=MUSE)
+    assert read(plain.parser("auto", NAMES), text) == Reply("First.\nI look.\nSecond.", "", [("find", '{"n": 1}')], 1)
+
+
+def test_a_cut_call_of_muse_glimmer_has_no_end() -> None:
+    whole = muse("find", text="a", n="5")
+    for end in range(whole.index("<atem:parameter") + 1, whole.index("</atem:invoke>")):
+        for specials in ((), MUSE):
+            reply = read(formats("muse_glimmer", "muse_glimmer", specials).parser("auto", NAMES), [whole[:end]])
+            assert (reply.content, reply.num_ended) == ("", 0)
+            assert '{"text": "a", "n": 5'.startswith("".join(arguments for _, arguments in reply.calls))
 
 
 def test_special_tokens_of_gpt_oss_and_gemma_are_not_shown() -> None:

@@ -130,6 +130,16 @@ CALLS: dict[str, list[Writer]] = {
         lambda text: ['<|tool_call>call:find{text:<|"|>', Spelled(text), '<|"|>}<tool_call|>'],
         lambda text: ['<|tool_call>call:find{"text":', quoted(text), "}<tool_call|>"],
     ],
+    "muse_glimmer": [
+        lambda text: [
+            ' to=find<|message|><atem:function_calls>\n<atem:invoke name="find">\n<atem:parameter name="text">',
+            *(Spelled(text), "</atem:parameter>\n</atem:invoke>\n</atem:function_calls>"),
+        ],
+        lambda text: [
+            ' to=find<|message|><atem:function_calls>\n<atem:invoke name="find">\n',
+            *(*in_json(text), "\n</atem:invoke>\n</atem:function_calls><|eot|>"),
+        ],
+    ],
     "apertus": [lambda text: ['<|tools_prefix|>[{"find": ', *in_json(text), "}]<|tools_suffix|>"]],
     "functiongemma": [
         lambda text: [
@@ -163,7 +173,7 @@ CALLS: dict[str, list[Writer]] = {
 
 def thinking(name: str, thought: str) -> list[Part]:
     form = REASONING[name]
-    return [form.start, Spelled(thought), form.end, "" if name == "openai_gptoss" else "\n\n"]
+    return [form.start, Spelled(thought), form.end, "" if form.messages is not None else "\n\n"]
 
 
 def spelling(form: ChatFormats) -> str:
@@ -185,6 +195,7 @@ def test_spelled_special_tokens_in_content_and_arguments_are_text(name: str, way
     said: list[Part] = {
         "glm4": [],
         "openai": ["<|channel|>commentary<|message|>", Spelled(text), "<|end|>"],
+        "muse_glimmer": [" to=user<|message|>", Spelled(text), "<|eom|><|start|>assistant"],
     }.get(name, [Spelled(text)])
     found = read(form, [*said, *call], [], shows_specials=shows_specials)
     assert [(name, json.loads(arguments)) for name, arguments in found.calls] == [("find", {"text": text})]
@@ -196,7 +207,7 @@ def test_spelled_special_tokens_in_content_and_arguments_are_text(name: str, way
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"glm4", "qwen3_coder", "seed_oss"}))
 def test_a_reply_that_only_spells_calls_and_reasoning_is_content(name: str) -> None:
     """GLM-4's calls need no mark. In those of Qwen 3 Coder and Seed-OSS, `<function=` is one, and it is no token."""
-    reasoning = "openai_gptoss" if name == "openai" else "mistral"
+    reasoning = {"openai": "openai_gptoss", "muse_glimmer": "muse_glimmer"}.get(name, "mistral")
     form = form_of(name, reasoning)
     for way in CALLS[name]:
         text = "".join([*thinking(reasoning, "Hm."), *way("a")])
@@ -210,8 +221,8 @@ def test_spelled_special_tokens_in_reasoning_are_text(name: str, shows_specials:
     assert form.needs_specials("none")
     text = spelling(form)
     answer: list[Part] = [Spelled(text)]
-    if name == "openai_gptoss":
-        answer = ["<|start|>assistant<|channel|>final<|message|>", *answer]
+    if (messages := REASONING[name].messages) is not None:
+        answer = [messages.begin + messages.answer, *answer]
     check(form, [*thinking(name, text), *answer], Reply(text, text), shows_specials=shows_specials)
 
 
@@ -275,6 +286,7 @@ VOCABULARY = Vocabulary((*SPECIALS, *OTHERS), WORDS)
 BYTES = byte_ids(VOCABULARY.tokenizer)
 OPTIONAL = {
     "openai": ("<|start|>assistant", "<|call|>"),
+    "muse_glimmer": ("<|eot|>",),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
     "llama3": ("<|python_tag|>",),
 }
@@ -330,7 +342,8 @@ def test_grammars_require_marks_as_tokens_and_take_their_spelling_as_text(name: 
             assert not is_taken(grammar, [Spelled("".join(parts))])
     strict = form.strict_calls(tools, parallel=False)
     if strict is not None and name not in ("openai", "glm4"):
-        assert is_taken(strict.lark(), [Spelled(text)])
+        said: list[Part] = [" to=user<|message|>"] if name == "muse_glimmer" else []
+        assert is_taken(strict.lark(), [*said, Spelled(text)])
 
 
 # ---------------------------------------------------------------------------------------------------------- any reply

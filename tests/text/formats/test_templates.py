@@ -37,6 +37,7 @@ FORMATS = {
     "llama3.1": ("llama3", None),
     "llama3.2": ("llama3", None),
     "llama4": ("llama3", None),
+    "muse-glimmer": ("muse_glimmer", "muse_glimmer"),
     "ministral3": ("mistral", "mistral"),
     "mistral-nemo": ("mistral", None),
     "mistral3": ("mistral", None),

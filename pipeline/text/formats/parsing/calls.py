@@ -18,9 +18,11 @@ class CallParser(ABC):
     White space before a call, and between a call and the end of the reply, is dropped.
     """
 
-    def __init__(self, starts: Sequence[str], hidden: Collection[str] = (), names: Collection[str] = ()) -> None:
+    def __init__(
+        self, starts: Sequence[str], hidden: Collection[str] = (), names: Collection[str] = (), *, num_before: int = 0
+    ) -> None:
         """`starts` are the marks that announce calls, `hidden` the marks to remove from content, `names` the tools'
-        names."""
+        names, `num_before` the number of the reply's calls that precede the text."""
         self._starts = starts
         self._hidden = hidden
         self._names = names
@@ -33,8 +35,8 @@ class CallParser(ABC):
         self._candidate: list[str] = []
         """Text read for a possible call, without its object. It becomes content if there is no call."""
         self._follows_call = False
-        self._object = CallObject(0)
-        self._num_calls = 0
+        self._object = CallObject(num_before)
+        self._num_calls = num_before
         self._is_converting = False
         """In a call that the format itself converts to JSON, instead of a `CallObject`."""
 

@@ -16,7 +16,7 @@ from pipeline.text.formats.grammar.own_syntax import MAX_KEY_CHARS
 from pipeline.text.formats.grammar.schema_types import STRING_ONLY, Types, as_json, escaped, property_types, quoted
 from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS, CallObject
 from pipeline.text.formats.parsing.calls import CallParser
-from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.events import CallEnded, Event
 from pipeline.text.formats.parsing.loose_json import of_python
 from pipeline.text.formats.parsing.text_scan import SPACE, starts_with
 
@@ -54,9 +54,10 @@ class Tags(msgspec.Struct, frozen=True):
 
 
 class XmlParser(CallParser):
-    def __init__(self, tags: Tags, names: Mapping[str, str], hidden: Collection[str]) -> None:
+    def __init__(self, tags: Tags, names: Mapping[str, str], hidden: Collection[str], *, num_before: int = 0) -> None:
+        """`num_before` is the number of the reply's calls before this text."""
         starts = (tags.start, tags.before_name) if tags.before_name else (tags.start,)
-        super().__init__(starts, hidden)
+        super().__init__(starts, hidden, num_before=num_before)
         self._tags = tags
         self._schemas = names
         self._types: Mapping[str, Types] = {}
@@ -89,6 +90,18 @@ class XmlParser(CallParser):
             while at < len(text):
                 at = self._read(text, at, out)
         return out + super().finish()
+
+    def close(self) -> list[Event]:
+        """End the text, but not the reply: a call whose end is missing ends, too. Returns the remaining events."""
+        out = self.finish()
+        if self._is_converting:
+            if self._read == self._in_value:
+                self._end_value("", out, 0, drops_line=False)
+            self._write("}" if self._keys else "{}", out)
+            self._end_call(out)
+        elif self._object.has_begun:
+            out.append(CallEnded(self._num_calls - 1))
+        return out
 
     # ---------------------------------------------------------------------------------------------- before the call
 

@@ -23,6 +23,8 @@ from pipeline.text.formats.tool_format import ToolFormat
 START, END = "<|tools_prefix|>", "<|tools_suffix|>"
 _HEAD = re.compile(r'\{[ \t\r\n]*("(?:[^"\\\n]|\\.)+")[ \t\r\n]*:[ \t\r\n]*')
 """An object up to its first value"""
+_HEAD_BEGINS = re.compile(r'\{[ \t\r\n]*("(?:[^"\\\n]|\\.)*(\\|"[ \t\r\n]*(:[ \t\r\n]*)?)?)?')
+"""A part of it"""
 
 
 class Apertus(ToolFormat):
@@ -50,7 +52,7 @@ class ApertusParser(ListParser):
 
     def __init__(self, start: str, end: str, hidden: Collection[str]) -> None:
         super().__init__((start,), hidden)
-        self._end = end
+        self._list_ends = (end,)
 
     def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
         if text[at] == "[" and not self._in_list:
@@ -64,21 +66,22 @@ class ApertusParser(ListParser):
             return at + 1
         head = _HEAD.match(text, at) if text[at] == "{" else None
         if head is None or head.end() == len(text):
-            if text[at] == "{" and len(text) - at <= 2 * MAX_NAME_CHARS:
+            if len(text) - at <= 2 * MAX_NAME_CHARS and _HEAD_BEGINS.fullmatch(text, at):
                 return self._hold(text, at)
-            return self._not_in_list(at, out)
+            self._no_call(out)
+            return at
         name = _name(head[1])
         if text[head.end()] != "{" or not 0 < len(name) <= MAX_NAME_CHARS:
-            return self._not_in_list(at, out)
+            self._no_call(out)
+            return at
         self._candidate.append(head[0])
         self._open(CallObject.of_arguments(self._num_calls, name))
         self._in_item = True
         return head.end()
 
-    def _not_in_list(self, at: int, out: list[Event]) -> int:
-        self._in_list = self._in_item = False
-        self._no_call(out)
-        return at
+    def _no_call(self, out: list[Event]) -> None:
+        self._in_item = False
+        super()._no_call(out)
 
     def _after_call(self, text: str, at: int, out: list[Event]) -> int:
         if self._in_item:
@@ -91,10 +94,11 @@ class ApertusParser(ListParser):
         if self._in_list:
             if (after := self._after_item(text, at)) is not None:
                 return after
-            return self._not_in_list(at, out)
+            self._no_call(out)
+            return at
         if text[at] in SPACE:
             return at + 1
-        match starts_with(text, at, (self._end,)):
+        match starts_with(text, at, self._list_ends):
             case "":
                 return self._hold(text, at)
             case None:

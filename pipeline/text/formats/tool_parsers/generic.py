@@ -26,6 +26,7 @@ from typing import Any
 
 from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
 from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.list_calls import ListParser
 from pipeline.text.formats.parsing.reply_marks import ReplyMarks
 from pipeline.text.formats.tool_parsers.hermes import END, START, Hermes, HermesParser
 from pipeline.text.formats.tool_parsers.llama3 import OBJECT
@@ -56,15 +57,14 @@ class Generic(Hermes):
         return f"{text} | {begun} {opened}{more} | {bare}"
 
 
-class GenericParser(HermesParser):
+class GenericParser(ListParser, HermesParser):
     """As Hermes's, and more tolerant. Small models forget the mark, so an object at the start of a reply is also a call
     if it names a tool of the request and has no other keys than a call's. Others, such as SmolLM2, are trained to write
     an array of calls between the marks."""
 
-    _in_list = False
-
     def __init__(self, marks: ReplyMarks, names: Collection[str]) -> None:
-        super().__init__(marks, names)
+        HermesParser.__init__(self, marks, names)
+        self._list_ends = (self._end,)
         self._read = self._bare
 
     def _bare(self, text: str, at: int, out: list[Event]) -> int:
@@ -73,22 +73,16 @@ class GenericParser(HermesParser):
     def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
         if text[at] != "[" or self._in_list:
             return self._before_object(text, at, out)
-        self._in_list = True
-        self._candidate.append("[")
+        self._open_list()
         return at + 1
 
     def _after_call(self, text: str, at: int, out: list[Event]) -> int:
-        if self._in_list and text[at] in ",]":
-            if text[at] == ",":
-                self._candidate.append(",")
-                self._read = self._before_object
-            self._in_list = text[at] == ","
-            return at + 1
-        return super()._after_call(text, at, out)
-
-    def _no_call(self, out: list[Event]) -> None:
-        self._in_list = False
-        super()._no_call(out)
+        if not self._in_list:
+            return super()._after_call(text, at, out)
+        if (after := self._after_item(text, at)) is not None:
+            return after
+        self._no_call(out)
+        return at
 
 
 def tools_section(tools: Sequence[Any], *, choice: str, name: str, parallel: bool) -> str:

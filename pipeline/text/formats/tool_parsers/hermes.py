@@ -1,11 +1,11 @@
-"""The tool-call format of Hermes, Qwen 2.5 and Qwen 3.
+"""The tool-call format of Hermes, Qwen 2.5 and Qwen 3, EXAONE 4 and ERNIE 4.5.
 
     <tool_call>
     {"name": "find", "arguments": {"text": "a"}}
     </tool_call>
 
-Source: https://github.com/NousResearch/Hermes-Function-Calling. Qwen 3 Coder and GLM write XML between the same marks,
-which is another format.
+EXAONE 4 writes a call in one line. Qwen 3 Coder and GLM write XML between the same marks, which is another format.
+Source: https://github.com/NousResearch/Hermes-Function-Calling
 """
 
 from collections.abc import Collection
@@ -51,7 +51,7 @@ class Hermes(ToolFormat):
 
     def _opened(self, lark: LarkBuilder, calls: list[CallRule]) -> str:
         """Add a rule for a call without its mark."""
-        line = lark.text("\n")
+        line = "" if f"{START}{{" in lark.template else lark.text("\n")
         return lark.one_of([f"{line} {lark.object_of(call, 'arguments')} {line} {lark.mark(END)}" for call in calls])
 
     def _next(self, lark: LarkBuilder, opened: str) -> str:

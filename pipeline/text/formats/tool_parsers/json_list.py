@@ -76,7 +76,7 @@ class JsonListParser(ListParser):
 
     def __init__(self, starts: Sequence[str], ends: Sequence[str], hidden: Collection[str]) -> None:
         super().__init__(starts, hidden)
-        self._ends = ends
+        self._list_ends = ends
 
     def _outside(self, text: str, at: int, out: list[Event]) -> int:
         end = super()._outside(text, at, out)
@@ -93,12 +93,11 @@ class JsonListParser(ListParser):
         if self._in_list:
             if (after := self._after_item(text, at)) is not None:
                 return after
-            self._in_list = False
             self._no_call(out)
             return at
         if text[at] in SPACE:
             return at + 1
-        match starts_with(text, at, self._ends):
+        match starts_with(text, at, self._list_ends):
             case "":
                 return self._hold(text, at)
             case None:

@@ -17,6 +17,7 @@ import msgspec
 from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
 from pipeline.text.formats.grammar.own_syntax import Parameter, json_text, parameters, text_body
 from pipeline.text.formats.parsing.call_start import CallStart
+from pipeline.text.formats.parsing.calls import CallParser
 from pipeline.text.formats.parsing.reply_marks import ReplyMarks
 from pipeline.text.formats.parsing.xml_parser import Tags, XmlParser
 from pipeline.text.formats.tool_format import ToolFormat
@@ -26,6 +27,11 @@ QWEN = Tags(
     "<tool_call>", "</tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", True
 )
 SEED = msgspec.structs.replace(QWEN, start="<seed:tool_call>", end="</seed:tool_call>", has_lines=False)
+
+
+def seen(tags: Tags, marks: ReplyMarks) -> Tags:
+    """Tags as a parser looks for them."""
+    return msgspec.structs.replace(tags, start=marks.of(tags.start), end=marks.of(tags.end))
 
 
 class XmlFormat(ToolFormat):
@@ -43,15 +49,14 @@ class XmlFormat(ToolFormat):
         tags = self.tags
         return tags.start in template and (tags.before_name or tags.before_key) in template
 
-    def call_start(self, names: Collection[str], marks: ReplyMarks) -> CallStart:
+    def call_start(self, names: Collection[str], marks: ReplyMarks) -> CallStart | None:
         tags = self.tags
         before = (tags.before_name,) if tags.before_name else ()
         behind = (tags.after_name,) if tags.after_name else (tags.before_key, marks.of(tags.end))
         return CallStart(marks.of(tags.start), before, behind, tuple(names))
 
-    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "XmlParser":
-        tags = msgspec.structs.replace(self.tags, start=marks.of(self.tags.start), end=marks.of(self.tags.end))
-        return XmlParser(tags, names, marks.hidden)
+    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> CallParser:
+        return XmlParser(seen(self.tags, marks), names, marks.hidden)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         line = "" if "<arg_key>{arg-key-1}</arg_key><arg_value>" in lark.template else "\n"

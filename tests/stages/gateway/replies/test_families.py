@@ -41,6 +41,13 @@ REPLIES: dict[str, tuple[str, str, str]] = {
         "<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n<function=find>\n<parameter=text>\n5\n</parameter>\n"
         "<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
     ),
+    "muse_glimmer": (
+        "muse_glimmer",
+        "<|start|>assistant",
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>I look.<|eom|><|start|>assistant to=find"
+        '<|message|><atem:function_calls>\n<atem:invoke name="find">\n<atem:parameter name="text">5</atem:parameter>\n'
+        '<atem:parameter name="n">5</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    ),
     "kimi_k2": (
         "kimi_k2",
         "<|im_middle|>",
@@ -153,6 +160,7 @@ def test_required_calls_have_a_grammar_in_the_models_own_format(gate: Gate, name
         "gemma4": "call:find",
         "qwen3_coder": "<parameter=",
         "kimi_k2": "functions.find:",
+        "muse_glimmer": "to=find",
     }[name] in rules
 
 
@@ -161,6 +169,7 @@ def test_without_tools_a_reply_has_its_answer_alone(gate: Gate, name: str) -> No
     plain = {
         "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
         "gemma4": "<|channel>thought\nHm.\n<channel|>Yes.",
+        "muse_glimmer": " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.",
     }.get(name, "<think>Hm.</think>Yes.")
     for body in (CHAT, CHAT | {"tools": TOOLS, "tool_choice": "none"}):
         future = gate.post(body)

@@ -58,7 +58,7 @@ TAKE_JSON = {"deepseek-r1-distill"}
 
 TAKE_PARTS = {
     *("gemma3", "gemma4", "glm4.6", "glm4.7-flash", "granite4.0", "kimi-k2", "kimi-k2-thinking", "llama4"),
-    *("lfm2.5", "ministral3", "mistral3", "qwen3.5"),
+    *("lfm2.5", "ministral3", "mistral3", "muse-glimmer", "qwen3.5"),
 }
 """Templates that iterate over content parts; for the others, transformers gets text."""
 
@@ -184,7 +184,8 @@ def test_inspection_finds_the_traits_of_real_templates() -> None:
     all_traits = {name: ChatTemplate(source).traits for name, source in SOURCES.items()}
     assert {name for name, traits in all_traits.items() if traits.parts} == TAKE_PARTS
     assert {name for name, traits in all_traits.items() if traits.none} == {
-        *("apertus", "deepseek-r1-distill", "deepseek-v3.1", "kimi-k2", "kimi-k2-thinking", "qwen3.5")
+        *("apertus", "deepseek-r1-distill", "deepseek-v3.1", "kimi-k2", "kimi-k2-thinking", "muse-glimmer"),
+        "qwen3.5",
     }
     assert {name for name, traits in all_traits.items() if traits.json_arguments} == TAKE_JSON
     assert all_traits["qwen3"] == TemplateTraits(text_too=True)
