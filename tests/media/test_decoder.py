@@ -23,7 +23,7 @@ from pipeline.runtime.workers import forked_jobs
 from pipeline.runtime.workers.worker import LENGTH, WorkerLostError, receive
 from tests.media.model_files import LLAVA
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def png(width: int = 90, height: int = 70) -> bytes:
@@ -102,9 +102,7 @@ def test_children_have_the_lowest_priority(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_image_that_takes_too_long_is_ended_and_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(forked_jobs, "MIN_CPU_S", 0.01)  # also on a busy machine
-    monkeypatch.setattr(forked_jobs, "MIN_CPU_SHARE", 0.0)
-    instead(monkeypatch, burn)
+    instead(monkeypatch, burn)  # images that can be decoded take less than forked_jobs.MIN_CPU_S
     found = {answer.number: answer for answer, _ in answers(tmp_path, b"slow", png(), png(), timeout_s=0.4)}
     assert found[0].error == "takes longer than 0.4 s to decode"
     assert found[0].is_final

@@ -63,7 +63,7 @@ CASES: list[tuple[str, str, bytes | dict[str, Any], int, str | None]] = [
     ("messages too long", "chat/completions", CHAT | {"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "messages"),
     ("stream of a wrong type", "completions", TEXT | {"stream": "yes"}, 400, "stream"),
     ("stream_options without stream", "completions", TEXT | {"stream_options": {"include_usage": True}}, 400, "stream_options"),
-    ("tools of an unknown type", "chat/completions", CHAT | {"tools": [{"type": "code"}]}, 400, "tools[0].type"),
+    ("tools of an unknown type", "chat/completions", CHAT | {"tools": [{"type": "code", "function": {"name": "a"}}]}, 400, "tools[0].type"),
     ("an image", "chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, None),
     ("broken JSON", "completions", b'{"model": "m", "prompt": ', 400, None),
     ("JSON that is no object", "completions", b"[1, 2]", 400, None),

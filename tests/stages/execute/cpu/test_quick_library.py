@@ -22,6 +22,8 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "head_dim
 PROMPTS = [random_ids(length, length) for length in (1, 17, 70)]
 SAMPLED = m.GenerationOptions(temperature=0.9, top_p=0.9, seed=11, ignore_eos=True)
 OPTIMIZED = build.build
+pytestmark = pytest.mark.timeout(1200)
+"""A compile takes a core half a minute."""
 
 
 def compile_quickly(*args: Any, **options: Any) -> Path:
