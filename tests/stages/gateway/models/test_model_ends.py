@@ -84,10 +84,12 @@ async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_
 
     def add() -> Any:
         """A stage that is unloaded while it parses its first body, unless it is the second stage."""
-        readiness, requests = Readiness("chat", lambda: False), SimpleNamespace(check_room=lambda _: None)
+        readiness, requests = Readiness("chat", lambda: False), SimpleNamespace(check_room=lambda _, **__: None)
         requests.accounts = accounts
         readiness.facts = msgspec.UNSET  # type: ignore[assignment] # any but None
-        limits: Any = SimpleNamespace(caps=Settings().limits, allowed=(), for_key=lambda _: limits)
+        limits: Any = SimpleNamespace(
+            caps=Settings().limits, allowed=(), for_key=lambda _: limits, why_no_images="none"
+        )
         reader = RequestReader(readiness, requests, limits, GatewaySettings())  # type: ignore[arg-type]
 
         async def parse(http_request: Any, head: Any, parser: Any, limits: RequestLimits) -> Any:
@@ -107,7 +109,7 @@ async def test_a_request_whose_model_is_unloaded_while_its_body_is_parsed_waits_
 
     first, route, request = add(), SimpleNamespace(handler="completions"), Request({KEPT_BODY: BODY})
     answer = asyncio.create_task(app._serve(route, request, table.find("chat")))  # type: ignore[arg-type]
-    while not arrived:
+    while not arrived and not answer.done():
         await asyncio.sleep(0)
     assert not (await asyncio.wait([answer], timeout=0.01))[0], "it waits"
     table.remove("chat", first)
